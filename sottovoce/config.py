@@ -288,7 +288,9 @@ def published_json(name: str) -> dict[str, Any]:
     """The raw config.json of a published model, of "codec", or "generation_config". Raises NotFoundError."""
     file = resources.files("sottovoce") / "published" / f"{name}.json"
     if not file.is_file():
-        raise NotFoundError(f"no published model {name!r}{nearest(name, PUBLISHED)}; known: {', '.join(PUBLISHED)}", field="like")
+        raise NotFoundError(
+            f"no published model {name!r}{nearest(name, PUBLISHED)}; known: {', '.join(PUBLISHED)}", field="like"
+        )
     return json.loads(file.read_text("utf-8"))
 
 

@@ -66,7 +66,9 @@ def reject_unknown(kind: str, given: Iterable[str], known: Iterable[str]) -> Non
     known = list(known)
     for name in given:
         if name not in known:
-            raise InputError(f"unknown {kind} {name!r}{nearest(name, known)}; known: {', '.join(sorted(known))}", field=name)
+            raise InputError(
+                f"unknown {kind} {name!r}{nearest(name, known)}; known: {', '.join(sorted(known))}", field=name
+            )
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ class Voice:
         if self.ref_codes is not None and self.x_vector is None:
             raise InputError("a voice with reference codes needs its speaker vector too", field="x_vector")
         if self.ref_codes is not None and not self.ref_text:
-            raise InputError("a voice with reference codes needs ref_text, the words of the recording", field="ref_text")
+            raise InputError(
+                "a voice with reference codes needs ref_text, the words of the recording", field="ref_text"
+            )
         if self.x_vector is not None and (self.x_vector.ndim != 1 or not np.isfinite(self.x_vector).all()):
             raise InputError("x_vector must be one finite vector", field="x_vector")
         if self.ref_codes is not None and (self.ref_codes.ndim != 2 or not len(self.ref_codes)):
@@ -181,7 +185,9 @@ class Voice:
             with safe_open(str(path), framework="numpy") as file:
                 meta: Mapping[str, str] = file.metadata() or {}
                 if meta.get("format") != "sottovoce-voice":
-                    raise InputError(f"{str(path)!r} is not a voice file; make one with `sottovoce voice`", field="voice")
+                    raise InputError(
+                        f"{str(path)!r} is not a voice file; make one with `sottovoce voice`", field="voice"
+                    )
                 arrays = {k: file.get_tensor(k) for k in file.keys() if k in ("x_vector", "ref_codes")}  # noqa: SIM118
         except SafetensorError as error:
             raise InputError(f"{str(path)!r} is not a voice file: {error}", field="voice") from error

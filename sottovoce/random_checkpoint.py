@@ -1,0 +1,275 @@
+"""Writes a full, valid checkpoint folder with random values: what a real one looks like, byte for byte but the values.
+
+For trying, testing and measuring without a download. The values are scaled so that they mean something: activations
+keep their size through the layers, logits are far from ties, the waveform is neither silent nor clipped, and speech
+ends after a wanted mean length. Knows no torch: values are numpy, streamed into the file a block at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from math import prod, sqrt
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from sottovoce.config import CodecConfig, ModelConfig, published_json
+from sottovoce.manifest import Shape, codec_tensors, model_tensors
+from sottovoce.types import InputError, nearest
+
+BLOCK_ELEMENTS = 1 << 24  # 64 MB of float32 at a time
+LOGIT_STD = 4.0  # the best of 2,048 normal logits then leads the second by about 1: far from bf16 ties
+PREPROCESSOR = {
+    "chunk_length_s": None,
+    "feature_extractor_type": "EncodecFeatureExtractor",
+    "feature_size": 1,
+    "overlap": None,
+    "padding_side": "right",
+    "padding_value": 0.0,
+    "return_attention_mask": True,
+    "sampling_rate": 24000,
+}
+
+
+def write_random_checkpoint(
+    folder: str | Path,
+    like: str = "1.7B-VoiceDesign",
+    *,
+    changes: Mapping[str, Any] | None = None,
+    mean_frames: float | None = 60.0,
+    seed: int = 0,
+) -> Path:
+    """Writes config, weights (bf16), tokenizer and codec (fp32) in the official layout and returns the folder.
+
+    Args:
+        folder: made if missing; existing files of the same names are replaced.
+        like: a published model, e.g. "0.6B-Base".
+        changes: other values by dotted path, e.g. {"talker_config.hidden_size": 64, "codec.decoder_config.latent_dim":
+            32}; paths that start with "codec." go to the codec's config. Head sizes and the speaker vector's width
+            follow by themselves.
+        mean_frames: about how many frames pass before the end code wins by chance; None never ends by itself.
+        seed: same seed, same bytes.
+
+    Raises:
+        NotFoundError: no such published model.
+        InputError: a path in `changes` that the configuration does not have.
+        CheckpointError: values that do not fit together.
+    """
+    folder = Path(folder)
+    model_json, codec_json = published_json(like), published_json("codec")
+    for path, value in (changes or {}).items():
+        target, rest = (codec_json, path[6:]) if path.startswith("codec.") else (model_json, path)
+        _set(target, rest, value)
+    _follow(model_json)
+    config, codec = ModelConfig.from_dict(model_json), CodecConfig.from_dict(codec_json)
+    (folder / "speech_tokenizer").mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", model_json)
+    _write_json(folder / "generation_config.json", published_json("generation_config"))
+    _write_json(folder / "speech_tokenizer" / "config.json", codec_json)
+    _write_json(folder / "speech_tokenizer" / "preprocessor_config.json", PREPROCESSOR)
+    _write_tokenizer(folder, config)
+    model_rules = _ModelValues(config, mean_frames, seed)
+    _write_safetensors(folder / "model.safetensors", model_tensors(config), model_rules.blocks, "BF16")
+    codec_path = folder / "speech_tokenizer" / "model.safetensors"
+    _write_safetensors(codec_path, codec_tensors(codec), _CodecValues(seed).blocks, "F32")
+    return folder
+
+
+def _set(data: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for key in parents:
+        if not isinstance(data.get(key), dict):
+            raise InputError(f"changes: no section {key!r} in {path!r}{nearest(key, data)}", field="changes")
+        data = data[key]
+    if last not in data and not isinstance(value, dict):
+        raise InputError(f"changes: no key {last!r} in {path!r}{nearest(last, data)}", field="changes")
+    data[last] = value
+
+
+def _follow(model: dict[str, Any]) -> None:
+    """Brings what depends on changed widths in line: rotary sections, speaker width, text control ids."""
+    talker = model["talker_config"]
+    half = talker["head_dim"] // 2
+    if sum(talker["rope_scaling"]["mrope_section"]) != half:
+        talker["rope_scaling"]["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+    if "speaker_encoder_config" in model:
+        model["speaker_encoder_config"]["enc_dim"] = talker["hidden_size"]
+    names = ("im_start", "im_end", "tts_pad", "tts_bos", "tts_eos")
+    if talker["text_vocab_size"] <= max(model[f"{name}_token_id"] for name in names):
+        for offset, name in enumerate(names):
+            model[f"{name}_token_id"] = talker["text_vocab_size"] - len(names) + offset
+
+
+def _write_tokenizer(folder: Path, config: ModelConfig) -> None:
+    """A byte-level BPE that knows single bytes and the two role names, with the control tokens at their ids.
+
+    Every id up to the control tokens exists, so that any id the model can meet can be decoded; those beyond the bytes
+    are fillers that no text reaches.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel  # keeps the import of this module light
+
+    tokens, merges = sorted(ByteLevel.alphabet()), []
+    for word in ("assistant", "user"):  # each must be one token: the prompt is cut at fixed offsets
+        for end in range(2, len(word) + 1):
+            merges.append(f"{word[: end - 1]} {word[end - 1]}")
+            tokens.append(word[:end])
+    control = {
+        config.im_start_token_id: "<|im_start|>",
+        config.im_end_token_id: "<|im_end|>",
+        config.tts_pad_token_id: "<tts_pad>",
+        config.tts_bos_token_id: "<tts_text_bos>",
+        config.tts_eos_token_id: "<tts_text_eod>",
+    }
+    vocab = {token: index for index, token in enumerate(tokens)}
+    vocab |= {control.get(i, f"<filler_{i}>"): i for i in range(len(tokens), max(control) + 1)}
+    special = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    _write_json(folder / "vocab.json", vocab)
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", "utf-8")
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "add_prefix_space": False,
+            "added_tokens_decoder": {str(i): {"content": token, **special} for i, token in sorted(control.items())},
+            "additional_special_tokens": list(control.values()),
+            "bos_token": None,
+            "clean_up_tokenization_spaces": False,
+            "eos_token": "<|im_end|>",
+            "errors": "replace",
+            "model_max_length": 131072,
+            "pad_token": "<|im_end|>",
+            "split_special_tokens": False,
+            "tokenizer_class": "Qwen2Tokenizer",
+            "unk_token": None,
+        },
+    )
+
+
+class _ModelValues:
+    """float32 values of a model's tensors, by name."""
+
+    def __init__(self, config: ModelConfig, mean_frames: float | None, seed: int) -> None:
+        self.config, self.seed = config, seed
+        # The largest of n standard normals is about the (1 - 1/n) quantile. The end code wins with chance 1/mean_frames
+        # a frame when its logit has this spread instead of LOGIT_STD.
+        normal = NormalDist()
+        rivals = normal.inv_cdf(1 - 1 / (config.talker.vocab_size - 1024))
+        spread = 0.0 if mean_frames is None else rivals / normal.inv_cdf(1 - 1 / max(mean_frames, 2.5))
+        self.eos_gain = spread
+
+    def blocks(self, name: str, shape: Shape) -> Iterator[np.ndarray]:
+        mean, std = 0.0, 1 / sqrt(shape[-1] if len(shape) == 2 else prod(shape[1:]) or 1)
+        if "norm" in name:
+            mean, std = 1.0, 0.1
+        elif name.endswith(".bias"):
+            std = 0.02
+        elif "text_embedding" in name:
+            std = 1.0
+        elif "codec_embedding" in name:
+            std = 0.25  # sixteen of them add up to the size of one text row
+        elif "codec_head" in name or "lm_head" in name:
+            std *= LOGIT_STD
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            std *= 0.5  # residual branches stay smaller than what they add to
+        first_row = 0
+        for block in _normal_blocks(name, shape, self.seed):
+            block *= std
+            block += mean
+            if name == "talker.codec_head.weight":
+                row = self.config.talker.codec_eos_token_id - first_row
+                if 0 <= row < len(block):
+                    block[row] *= self.eos_gain
+            first_row += len(block)
+            yield block
+
+
+class _CodecValues:
+    """float32 values of the codec's tensors, by name."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def blocks(self, name: str, shape: Shape) -> Iterator[np.ndarray]:
+        if name.endswith("initialized"):
+            yield np.ones(shape, np.float32)
+        elif name.endswith("cluster_usage"):
+            yield self._usage(name, shape)
+        elif name.endswith(("embedding_sum", "embed_sum")):
+            usage = self._usage(f"{name.rsplit('.', 1)[0]}.cluster_usage", shape[:1])
+            for block in _normal_blocks(name, shape, self.seed):
+                yield block * usage[:, None]
+        else:
+            mean, std = self._scale(name, shape)
+            for block in _normal_blocks(name, shape, self.seed):
+                yield block * np.float32(std) + np.float32(mean)
+
+    def _usage(self, name: str, shape: Shape) -> np.ndarray:
+        return _rng(name, self.seed).uniform(5, 50, shape).astype(np.float32)
+
+    @staticmethod
+    def _scale(name: str, shape: Shape) -> tuple[float, float]:
+        if name.endswith((".alpha", ".beta")):  # log space: factors near 1
+            return 0.0, 0.1
+        if name.endswith("layer_scale.scale"):
+            return 0.01, 0.001
+        if name.endswith(".gamma"):
+            return 0.1, 0.01
+        if name.endswith("norm.weight"):
+            return 1.0, 0.1
+        if name.endswith(".bias"):
+            return 0.0, 0.02
+        if len(shape) == 2:
+            return 0.0, 1 / sqrt(shape[1])
+        if ".block.1.conv.weight" in name and name.startswith("decoder.decoder"):
+            return 0.0, 1 / sqrt(2 * shape[0])  # transposed, kernel twice the stride: two taps reach each sample
+        if name.startswith("decoder.upsample") and ".0.conv" in name:
+            return 0.0, 1 / sqrt(shape[0])
+        gain = 0.3 if ".conv2.conv." in name else 1.0  # residual units must not add up to clipping
+        if shape[0] == 1:
+            gain = 0.05  # the last convolution: about a tenth of full scale
+        return 0.0, gain / sqrt(shape[1] * shape[2])
+
+
+def _rng(name: str, seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.SFC64([seed, zlib.crc32(name.encode())]))
+
+
+def _normal_blocks(name: str, shape: Shape, seed: int) -> Iterator[np.ndarray]:
+    """Standard normal values of a tensor in blocks of whole rows of its first axis."""
+    rng, width = _rng(name, seed), prod(shape[1:])
+    rows = max(1, BLOCK_ELEMENTS // max(width, 1))
+    for first in range(0, shape[0], rows):
+        yield rng.standard_normal((min(rows, shape[0] - first), *shape[1:]), dtype=np.float32)
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, Shape], blocks, dtype: str) -> None:
+    """Streams a safetensors file: an 8-byte header length, the JSON header, then the tensors in order."""
+    itemsize = {"BF16": 2, "F32": 4}[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in tensors.items():
+        end = offset + itemsize * prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format wants tensors aligned to 8 bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name, shape in tensors.items():
+            for block in blocks(name, shape):
+                file.write(_to_bf16(block) if dtype == "BF16" else np.ascontiguousarray(block, np.float32))
+
+
+def _to_bf16(values: np.ndarray) -> np.ndarray:
+    """The upper half of each float32, rounded to nearest even (finite values only)."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    bits = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+    return (bits >> np.uint32(16)).astype(np.uint16)
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", "utf-8")
