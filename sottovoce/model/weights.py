@@ -1,0 +1,190 @@
+"""Checkpoint tensors <-> parameters, both ways, streamed: at no time is a tensor in memory twice.
+
+A network is built on the meta device, layers are swapped there if somebody wants other ones, and then each tensor of
+the file flows through a small buffer into its place, cast on the way. Knows the official names and nothing of hubs,
+tokenizers or number formats: a swapped module that has `load_weight(name, rows, start_row)` gets the rows instead. They
+lie on the target device, in the file's dtype, come in order, and are overwritten after the call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sottovoce.config import ModelConfig
+from sottovoce.manifest import Shape, model_tensors
+from sottovoce.model.network import Network
+from sottovoce.tensorfile import SINGLE, TensorEntry, read_index, read_rows, write_tensors
+from sottovoce.types import CheckpointError
+
+BUFFER_BYTES = 16 << 20
+MAX_PROBLEMS = 20  # named in one error
+
+_DTYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
+}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+# Official prefix -> part of the checkpoint, prefix here. The first that fits counts.
+_PREFIXES = (
+    ("talker.model.text_embedding.", "text_embedding", "talker.text_embedding."),
+    ("talker.model.codec_embedding.", "talker", "talker.codec_embedding."),
+    ("talker.model.", "talker", "talker.decoder."),
+    ("talker.code_predictor.model.codec_embedding.", "predictor", "predictor.codec_embedding."),
+    ("talker.code_predictor.model.", "predictor", "predictor.decoder."),
+    ("talker.code_predictor.", "predictor", "predictor."),
+    ("talker.", "talker", "talker."),
+    ("speaker_encoder.", "speaker_encoder", "speaker_encoder."),
+)
+
+
+class Slot(NamedTuple):
+    """Where a tensor of the file goes: rows from `start_row` on of the parameter `name`."""
+
+    name: str
+    start_row: int = 0
+
+
+def network_slots(config: ModelConfig, parts: Collection[str] | None = None) -> dict[str, tuple[Slot, Shape]]:
+    """Official name -> (its place in a `Network`, its shape), of the given parts or of all."""
+    slots: dict[str, tuple[Slot, Shape]] = {}
+    next_row: dict[str, int] = {}
+    # Fused parameters fill up in the order of the list, which has q, k, v and gate, up in this order.
+    for official, shape in model_tensors(config).items():
+        part, name = _place(official)
+        if parts is None or part in parts:
+            slots[official] = Slot(name, next_row.get(name, 0)), shape
+            next_row[name] = next_row.get(name, 0) + shape[0]
+    return slots
+
+
+def load_network(
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    parts: Collection[str] | None = None,
+    prepare: Callable[[Network], None] | None = None,
+) -> Network:
+    """Reads a model folder; parameters come without `requires_grad`.
+
+    Args:
+        folder: with `config.json` and `model.safetensors`, whole or sharded.
+        device: where the parameters go.
+        dtype: of all parameters; None keeps the file's (published: bfloat16).
+        parts: any of `network.PARTS`; None loads everything that the model has.
+        prepare: called with the network on the meta device, to swap modules before any weights arrive.
+
+    Raises:
+        CheckpointError: files that are missing or broken, or tensors that are missing, unknown or of a wrong shape,
+            all in one error.
+        InputError: unknown or unavailable parts.
+    """
+    config = ModelConfig.from_folder(folder)
+    with torch.device("meta"):
+        network = Network(config, parts)
+    if prepare is not None:
+        prepare(network)
+    slots = network_slots(config, network.parts)
+    entries = read_index(folder)
+    check_tensors(entries, {name: shape for name, (_, shape) in slots.items()}, model_tensors(config), str(folder))
+    fill(network, {name: slot for name, (slot, _) in slots.items()}, entries, device=device, dtype=dtype)
+    return network
+
+
+def check_tensors(
+    entries: Mapping[str, TensorEntry], needed: Mapping[str, Shape], known: Collection[str], where: str
+) -> None:
+    """Raises one CheckpointError for all needed tensors that are missing or wrong and all that nobody knows."""
+    problems = [f"missing: {name}" for name in needed if name not in entries]
+    problems += [f"unknown: {name}" for name in entries if name not in known]
+    for name, shape in needed.items():
+        found = entries[name].shape if name in entries else shape
+        if found != shape:
+            problems.append(f"shape of {name}: {list(found)} in the file, {list(shape)} by config.json")
+    if problems:
+        listed = "\n  ".join(problems[:MAX_PROBLEMS])
+        rest = f"\n  and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+        raise CheckpointError(
+            f"{where}: weights that do not fit config.json, {len(problems)} in all:\n  {listed}{rest}"
+        )
+
+
+def fill(
+    module: nn.Module,
+    slots: Mapping[str, Slot],
+    entries: Mapping[str, TensorEntry],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Streams the tensors named in `slots` into a module on the meta device, allocating each parameter as it comes.
+
+    Peak memory is that of the parameters and one buffer of 16 MiB (or one row, if that is longer).
+    """
+    device = torch.device(device)
+    ordered = sorted(slots, key=lambda name: (entries[name].file, entries[name].start))
+    num_bytes = max([BUFFER_BYTES, *(entries[name].row_bytes for name in ordered)])
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    view = memoryview(buffer.numpy())
+    for official in ordered:
+        entry, slot = entries[official], slots[official]
+        path, _, leaf = slot.name.rpartition(".")
+        owner = module.get_submodule(path)
+        sink = getattr(owner, "load_weight", None)
+        target = None if sink is not None else _allocate(owner, leaf, device, dtype or _DTYPES[entry.dtype])
+        for row, count in read_rows(entry, view):
+            rows = buffer[:count].view(_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
+            row += slot.start_row
+            if target is not None:
+                target[row : row + len(rows)].copy_(rows)
+            else:
+                sink(leaf, rows.to(device), row)
+    left = [name for name, tensor in module.state_dict().items() if tensor.is_meta]
+    assert not left, f"no tensor of the checkpoint goes to {left[:5]}"
+
+
+def export_state(network: Network) -> Iterator[tuple[str, Tensor]]:
+    """(official name, tensor) of all parts that the network has; fused parameters are cut into views again."""
+    state = network.state_dict()
+    for official, (slot, shape) in network_slots(network.config, network.parts).items():
+        yield official, state[slot.name][slot.start_row : slot.start_row + shape[0]]
+
+
+def save_network(network: Network, folder: str | Path) -> Path:
+    """Writes `model.safetensors` of the official layout into `folder`, in the dtype that the parameters have."""
+    return save_tensors(Path(folder) / SINGLE, export_state(network))
+
+
+def save_tensors(path: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> Path:
+    """Writes tensors of any device into a safetensors file, one at a time."""
+    state = dict(tensors)
+    entries = {name: (_DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
+    pieces = (t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for t in state.values())
+    return write_tensors(path, entries, pieces)
+
+
+def _place(official: str) -> tuple[str, str]:
+    """(part, parameter name here) of an official tensor name."""
+    for prefix, part, ours in _PREFIXES:
+        if official.startswith(prefix):
+            name = ours + official.removeprefix(prefix)
+            name = re.sub(r"(layers\.\d+)\.(?:self_attn|mlp)\.", r"\1.", name)
+            name = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name)
+            return part, re.sub(r"\.(?:gate|up)_proj\.", ".gate_up_proj.", name)
+    raise ValueError(f"{official} belongs to no part")
+
+
+def _allocate(owner: nn.Module, leaf: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    tensor = getattr(owner, leaf)
+    if tensor.is_meta:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        tensor = torch.empty_like(tensor, device=device, dtype=dtype, requires_grad=False)
+        setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+    return tensor.data
