@@ -19,6 +19,8 @@ import numpy as np
 
 from sottovoce.config import CodecConfig, ModelConfig, published_json
 from sottovoce.manifest import Shape, codec_tensors, model_tensors
+from sottovoce.tensorfile import SINGLE, write_tensors
+from sottovoce.text.tokenizer_build import write_random_tokenizer
 from sottovoce.types import InputError, nearest
 
 BLOCK_ELEMENTS = 1 << 24  # 64 MB of float32 at a time
@@ -71,11 +73,9 @@ def write_random_checkpoint(
     _write_json(folder / "generation_config.json", published_json("generation_config"))
     _write_json(folder / "speech_tokenizer" / "config.json", codec_json)
     _write_json(folder / "speech_tokenizer" / "preprocessor_config.json", PREPROCESSOR)
-    _write_tokenizer(folder, config)
-    model_rules = _ModelValues(config, mean_frames, seed)
-    _write_safetensors(folder / "model.safetensors", model_tensors(config), model_rules.blocks, "BF16")
-    codec_path = folder / "speech_tokenizer" / "model.safetensors"
-    _write_safetensors(codec_path, codec_tensors(codec), _CodecValues(seed).blocks, "F32")
+    write_random_tokenizer(folder, config)
+    _write_weights(folder / SINGLE, model_tensors(config), _ModelValues(config, mean_frames, seed), "BF16")
+    _write_weights(folder / "speech_tokenizer" / SINGLE, codec_tensors(codec), _CodecValues(seed), "F32")
     return folder
 
 
@@ -102,50 +102,6 @@ def _follow(model: dict[str, Any]) -> None:
     if talker["text_vocab_size"] <= max(model[f"{name}_token_id"] for name in names):
         for offset, name in enumerate(names):
             model[f"{name}_token_id"] = talker["text_vocab_size"] - len(names) + offset
-
-
-def _write_tokenizer(folder: Path, config: ModelConfig) -> None:
-    """A byte-level BPE that knows single bytes and the two role names, with the control tokens at their ids.
-
-    Every id up to the control tokens exists, so that any id the model can meet can be decoded; those beyond the bytes
-    are fillers that no text reaches.
-    """
-    from tokenizers.pre_tokenizers import ByteLevel  # keeps the import of this module light
-
-    tokens, merges = sorted(ByteLevel.alphabet()), []
-    for word in ("assistant", "user"):  # each must be one token: the prompt is cut at fixed offsets
-        for end in range(2, len(word) + 1):
-            merges.append(f"{word[: end - 1]} {word[end - 1]}")
-            tokens.append(word[:end])
-    control = {
-        config.im_start_token_id: "<|im_start|>",
-        config.im_end_token_id: "<|im_end|>",
-        config.tts_pad_token_id: "<tts_pad>",
-        config.tts_bos_token_id: "<tts_text_bos>",
-        config.tts_eos_token_id: "<tts_text_eod>",
-    }
-    vocab = {token: index for index, token in enumerate(tokens)}
-    vocab |= {control.get(i, f"<filler_{i}>"): i for i in range(len(tokens), max(control) + 1)}
-    special = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
-    _write_json(folder / "vocab.json", vocab)
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", "utf-8")
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "add_prefix_space": False,
-            "added_tokens_decoder": {str(i): {"content": token, **special} for i, token in sorted(control.items())},
-            "additional_special_tokens": list(control.values()),
-            "bos_token": None,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": "<|im_end|>",
-            "errors": "replace",
-            "model_max_length": 131072,
-            "pad_token": "<|im_end|>",
-            "split_special_tokens": False,
-            "tokenizer_class": "Qwen2Tokenizer",
-            "unk_token": None,
-        },
-    )
 
 
 class _ModelValues:
@@ -245,23 +201,10 @@ def _normal_blocks(name: str, shape: Shape, seed: int) -> Iterator[np.ndarray]:
         yield rng.standard_normal((min(rows, shape[0] - first), *shape[1:]), dtype=np.float32)
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, Shape], blocks, dtype: str) -> None:
-    """Streams a safetensors file: an 8-byte header length, the JSON header, then the tensors in order."""
-    itemsize = {"BF16": 2, "F32": 4}[dtype]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape in tensors.items():
-        end = offset + itemsize * prod(shape)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format wants tensors aligned to 8 bytes
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for name, shape in tensors.items():
-            for block in blocks(name, shape):
-                file.write(_to_bf16(block) if dtype == "BF16" else np.ascontiguousarray(block, np.float32))
+def _write_weights(path: Path, tensors: Mapping[str, Shape], values: _ModelValues | _CodecValues, dtype: str) -> None:
+    convert = _to_bf16 if dtype == "BF16" else np.ascontiguousarray
+    pieces = (convert(block).data for name, shape in tensors.items() for block in values.blocks(name, shape))
+    write_tensors(path, {name: (dtype, shape) for name, shape in tensors.items()}, pieces)
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:
