@@ -28,7 +28,7 @@ PREDICTOR_WIDTH = {"1.7B": 32, "0.6B": 64}  # narrower than the talker (with a p
 SPEAKER = {
     "enc_dim": 64,
     "sample_rate": 24000,
-    "enc_channels": [32, 32, 32, 32, 48],
+    "enc_channels": [32, 32, 32, 32, 96],
     "enc_kernel_sizes": [5, 3, 3, 3, 1],
     "enc_dilations": [1, 2, 3, 4, 1],
     "enc_attention_channels": 16,
