@@ -41,10 +41,10 @@ class Talker(nn.Module):
         self.codec_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed_text(self, ids: Tensor) -> Tensor:
-        """Text token ids [...] -> rows of text width [..., Dt]; `text_projection` brings them to the talker's."""
+        """Text token ids [...] -> projected rows [..., D]. The only way in which text enters the model."""
         if self.text_embedding is None:
             raise RuntimeError("the text embedding was not loaded: add 'text_embedding' to parts")
-        return self.text_embedding(ids)
+        return self.text_projection(self.text_embedding(ids))
 
     def forward(self, x: Tensor, positions: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
         """Inputs [B, T, D] -> hidden states after the final norm [B, T, D]; see `Decoder.forward`."""
