@@ -16,12 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sottovoce.config import ModelConfig
-from sottovoce.manifest import Shape, model_tensors
+from sottovoce.codec.codec import Codec
+from sottovoce.config import CodecConfig, ModelConfig
+from sottovoce.manifest import Shape, codec_tensors, model_tensors
 from sottovoce.model.network import Network
 from sottovoce.tensorfile import SINGLE, TensorEntry, read_index, read_rows, write_tensors
-from sottovoce.types import CheckpointError
+from sottovoce.types import CheckpointError, reject_unknown
 
+CODEC_PARTS = ("decoder", "encoder")
 BUFFER_BYTES = 16 << 20
 MAX_PROBLEMS = 20  # named in one error
 
@@ -96,6 +98,32 @@ def load_network(
     check_tensors(entries, {name: shape for name, (_, shape) in slots.items()}, model_tensors(config), str(folder))
     fill(network, {name: slot for name, (slot, _) in slots.items()}, entries, device=device, dtype=dtype)
     return network
+
+
+def load_codec(
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    parts: Collection[str] = CODEC_PARTS,
+) -> Codec:
+    """Reads the codec from its own folder, or from the `speech_tokenizer` of a model folder.
+
+    Only the tensors that `parts` ("decoder", "encoder") use are read. `device`, `dtype` (None: the file's, published
+    float32) and errors as in `load_network`.
+    """
+    reject_unknown("part", parts, CODEC_PARTS)
+    folder = Path(folder)
+    if (folder / "speech_tokenizer").is_dir():
+        folder /= "speech_tokenizer"
+    config = CodecConfig.from_folder(folder)
+    with torch.device("meta"):
+        codec = Codec(config, has_decoder="decoder" in parts, has_encoder="encoder" in parts)
+    entries = read_index(folder)
+    needed = {name: tuple(tensor.shape) for name, tensor in codec.state_dict().items()}
+    check_tensors(entries, needed, codec_tensors(config), str(folder))
+    fill(codec, {name: Slot(name) for name in needed}, entries, device=device, dtype=dtype)
+    return codec
 
 
 def check_tensors(
