@@ -1,0 +1,1 @@
+"""Text before the model: languages, pieces of bounded length, token ids. Knows no torch, no audio and no voices."""
