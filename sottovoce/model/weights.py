@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from sottovoce.codec.codec import Codec
 from sottovoce.config import CodecConfig, ModelConfig
@@ -24,7 +26,7 @@ from sottovoce.tensorfile import SINGLE, TensorEntry, read_index, read_rows, wri
 from sottovoce.types import CheckpointError, reject_unknown
 
 CODEC_PARTS = ("decoder", "encoder")
-BUFFER_BYTES = 16 << 20
+BUFFER_BYTES = 4 << 20
 MAX_PROBLEMS = 20  # named in one error
 
 _DTYPES = {
@@ -51,6 +53,23 @@ class Slot(NamedTuple):
 
     name: str
     start_row: int = 0
+
+
+class _NoInit(TorchFunctionMode):
+    """Skips the drawing of initial values. Drawn for a meta tensor they make torch import sympy: 3 s and 130 MB."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def skeleton() -> Iterator[None]:
+    """Modules that are built inside lie on the meta device: shapes without values."""
+    with torch.device("meta"), _NoInit():
+        yield
 
 
 def network_slots(config: ModelConfig, parts: Collection[str] | None = None) -> dict[str, tuple[Slot, Shape]]:
@@ -89,7 +108,7 @@ def load_network(
         InputError: unknown or unavailable parts.
     """
     config = ModelConfig.from_folder(folder)
-    with torch.device("meta"):
+    with skeleton():
         network = Network(config, parts)
     if prepare is not None:
         prepare(network)
@@ -117,7 +136,7 @@ def load_codec(
     if (folder / "speech_tokenizer").is_dir():
         folder /= "speech_tokenizer"
     config = CodecConfig.from_folder(folder)
-    with torch.device("meta"):
+    with skeleton():
         codec = Codec(config, has_decoder="decoder" in parts, has_encoder="encoder" in parts)
     entries = read_index(folder)
     needed = {name: tuple(tensor.shape) for name, tensor in codec.state_dict().items()}
@@ -154,7 +173,7 @@ def fill(
 ) -> None:
     """Streams the tensors named in `slots` into a module on the meta device, allocating each parameter as it comes.
 
-    Peak memory is that of the parameters and one buffer of 16 MiB (or one row, if that is longer).
+    Peak memory is that of the parameters and one buffer of 4 MiB (or one row, if that is longer).
     """
     device = torch.device(device)
     ordered = sorted(slots, key=lambda name: (entries[name].file, entries[name].start))
@@ -213,6 +232,6 @@ def _allocate(owner: nn.Module, leaf: str, device: torch.device, dtype: torch.dt
     tensor = getattr(owner, leaf)
     if tensor.is_meta:
         is_parameter = isinstance(tensor, nn.Parameter)
-        tensor = torch.empty_like(tensor, device=device, dtype=dtype, requires_grad=False)
+        tensor = torch.empty(tensor.shape, device=device, dtype=dtype)  # empty_like of meta tensors imports sympy
         setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
     return tensor.data
