@@ -34,6 +34,7 @@ RATES = range(1_000, 768_001)  # Hz
 URL_TIMEOUT_S = 20
 MAX_URL_BYTES = 64 << 20
 _BLOCK_SAMPLES = 1 << 16
+_FLAC_BLOCK_SAMPLES = 512  # libsndfile fails at the end of a cut or streamed FLAC, and the block at hand is lost
 _HEADERS = (b"RIFF", b"RIFX", b"RF64", b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"caff")
 _WANTED = "give a path, bytes, base64 or a pair (samples, sample_rate)"
 
@@ -198,7 +199,8 @@ def _decode(file: Any, name: str, field: str, max_s: float | None) -> tuple[np.n
     try:
         with soundfile.SoundFile(file) as sound:
             rate, num_samples = sound.samplerate, 0
-            while len(block := sound.read(_BLOCK_SAMPLES, dtype="float32", always_2d=True)):
+            block_samples = _FLAC_BLOCK_SAMPLES if sound.format == "FLAC" else _BLOCK_SAMPLES
+            while len(block := sound.read(block_samples, dtype="float32", always_2d=True)):
                 blocks.append(block.mean(axis=1))
                 num_samples += len(block)
                 if max_s is not None and num_samples > max_s * rate:

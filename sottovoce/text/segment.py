@@ -100,15 +100,13 @@ def _best_cut(sentence: str, limit: int) -> int:
     length = len(sentence.rstrip())
     ideal = math.ceil(length / math.ceil(length / limit))
     low = ideal // 2
+    window = sentence[: limit + 1]  # one more, for the space after a piece that is exactly full
     for mark in (_CLAUSE_END, _SPACE):
-        window = sentence[: limit + 1]  # one more, for the space after a piece that is exactly full
         ends = [match.end() for match in mark.finditer(window) if low < len(window[: match.end()].rstrip()) <= limit]
         if ends:
             return min(ends, key=lambda end: abs(end - ideal))
-    cut = limit
-    while cut > low and _belong_together(sentence[cut - 1], sentence[cut]):
-        cut -= 1
-    return cut if cut > low else limit
+    ends = [end for end in range(low + 1, limit + 1) if not _belong_together(sentence[end - 1], sentence[end])]
+    return min(ends, key=lambda end: abs(end - ideal), default=ideal)
 
 
 def _belong_together(left: str, right: str) -> bool:

@@ -158,8 +158,8 @@ def _read_base(folder: Path) -> Tokenizer:
         raise CheckpointError(f"{folder} has neither tokenizer.json nor {' and '.join(missing)}: no text tokenizer")
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     lines = [line.strip() for line in lines[lines[0].startswith("#version:") :]]
-    merges = dict.fromkeys(tuple(line.split()) for line in lines if line)
-    return qwen2_tokenizer(_read_json(folder / "vocab.json"), list(merges))
+    merges: list[Any] = list(dict.fromkeys(tuple(line.split()) for line in lines if line))
+    return qwen2_tokenizer(_read_json(folder / "vocab.json"), merges)
 
 
 def _add_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], folder: Path) -> None:

@@ -26,6 +26,7 @@ CONTROL_TOKENS = {
     "tts_bos_token_id": "<tts_text_bos>",
     "tts_eos_token_id": "<tts_text_eod>",
 }
+_CONTROLS = (END_OF_TEXT, *CONTROL_TOKENS.values())
 _ROLES = ("assistant", "user")  # one token each, or the prompt builder's slices are off
 
 
@@ -50,27 +51,24 @@ def build_demo_tokenizer(
         InputError: `vocab_size` is too small, or a special id has an unknown name or is given twice.
     """
     fixed = dict(special_ids or {})
-    unknown = fixed.keys() - {*CONTROL_TOKENS, "assistant_token_id"}
+    names = CONTROL_TOKENS | {"assistant_token_id": "assistant"}
+    unknown = fixed.keys() - names.keys()
     if unknown or len(set(fixed.values())) < len(fixed):
         message = f"special_ids has unknown names {sorted(unknown)} or gives an id twice: {fixed}"
         raise InputError(message, field="special_ids")
     merges = [merge for role in _ROLES for merge in _chain(role)]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    num_controls = len(CONTROL_TOKENS) + 1
-    least = len(alphabet) + len(merges) + num_controls
+    least = len(alphabet) + len(merges) + len(_CONTROLS)
     if vocab_size < least:
         raise InputError(f"vocab_size must be at least {least}, got {vocab_size}", field="vocab_size")
-    learned = _train(texts, alphabet, vocab_size - len(merges) - num_controls)
+    learned = _train(texts, alphabet, vocab_size - len(merges) - len(_CONTROLS))
     merges = list(dict.fromkeys([*merges, *learned]))
 
     tokens = list(dict.fromkeys([*alphabet, *(first + second for first, second in merges)]))
-    controls = (END_OF_TEXT, *CONTROL_TOKENS.values())
-    wanted = {content: fixed[key] for key, content in CONTROL_TOKENS.items() if key in fixed}
-    wanted |= {"assistant": fixed["assistant_token_id"]} if "assistant_token_id" in fixed else {}
+    wanted = {names[key]: number for key, number in fixed.items()}
     free = (number for number in count() if number not in wanted.values())
-    numbered = {token: wanted[token] if token in wanted else next(free) for token in [*tokens, *controls]}
-    vocab = {token: numbered[token] for token in tokens}
-    controls = {token: numbered[token] for token in controls}
+    vocab = {token: wanted[token] if token in wanted else next(free) for token in tokens}
+    controls = {token: wanted[token] if token in wanted else next(free) for token in _CONTROLS}
     if wanted:
         # transformers gives added tokens the next ids after vocab.json, whatever is asked for: fixed ids must stand in
         # it. It also prints every unused id, so they get names that no text can produce, as no merge leads there.
@@ -78,8 +76,7 @@ def build_demo_tokenizer(
         used = set(vocab.values())
         vocab |= {f"[unused{number}]": number for number in range(max(used)) if number not in used}
     _write(Path(folder), vocab, merges, controls)
-    ids = {key: controls[content] for key, content in CONTROL_TOKENS.items()}
-    return ids | {"assistant_token_id": vocab["assistant"]}
+    return {key: (vocab | controls)[name] for key, name in names.items()}
 
 
 def _chain(word: str) -> list[tuple[str, str]]:
