@@ -149,8 +149,8 @@ class Codec(nn.Module):
                 `encoder` for what it costs.
             max_rows: how many clips of equal length may share a pass. Alone, company cannot even change rounding.
 
-        The codes of a clip that ends within a frame are those that the official package gives for it alone. (In a batch
-        it gives the shorter clips other codes for that frame: those of a clip padded to a multiple of 1,920.)
+        The codes of a clip that ends within a frame are those that the official package gives for it alone. In a batch
+        it completes that frame with the zeros up to the longest clip instead; whoever wants those codes appends them.
 
         Raises:
             InputError: a clip that is empty, not one-dimensional, not of floats or not finite; a bad window.
@@ -164,7 +164,8 @@ class Codec(nn.Module):
             by_length.setdefault(len(clip), []).append(index)
         for same in by_length.values():
             for rows in (same[i : i + max_rows] for i in range(0, len(same), max_rows)):
-                samples = torch.stack([clips[i] for i in rows]).to(self.encoder.device)
+                samples = clips[rows[0]][None] if len(rows) == 1 else torch.stack([clips[i] for i in rows])
+                samples = samples.to(self.encoder.device)
                 with _full_precision(samples.device):
                     for index, row in zip(rows, self.encoder.encode(samples, window), strict=True):
                         codes[index] = row
@@ -179,7 +180,7 @@ def _clip(wav: np.ndarray | Tensor, index: int) -> Tensor:
     if not len(wav):
         raise InputError(f"{field} is empty; at least one sample is needed", field=field)
     wav = wav.float()
-    if not torch.isfinite(wav).all():
+    if not math.isfinite(wav.sum().item()):  # no temporary as long as the clip
         raise InputError(f"{field} holds NaN or infinite samples", field=field)
     return wav
 

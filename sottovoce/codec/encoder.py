@@ -22,7 +22,7 @@ from sottovoce.codec.state import EncoderState
 from sottovoce.config import CodecEncoderConfig
 
 STEPS_PER_FRAME = 2  # stride of `downsample`
-BLOCK_STEPS = 256  # queries at a time over the whole past, so that a mask stays small
+BLOCK_STEPS = 64  # queries at a time over the whole past, so that their mask adds little to the keys and values
 
 
 class ResidualBlock(nn.Module):

@@ -18,7 +18,7 @@ def tiny_dict(**changes: Any) -> dict[str, Any]:
     """The published codec configuration with small widths; rates, windows and numbers of codebooks stay real."""
     data = published_json("codec")
     data["decoder_config"] |= {
-        "latent_dim": 32, "codebook_dim": 32, "codebook_size": 64, "decoder_dim": 64, "hidden_size": 32,
+        "latent_dim": 32, "codebook_dim": 32, "codebook_size": 64, "decoder_dim": 32, "hidden_size": 32,
         "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
         "num_hidden_layers": 3,
     }  # fmt: skip
