@@ -1,0 +1,1 @@
+"""Many requests at once on one device: decided in plain Python, executed in steps."""

@@ -1,0 +1,230 @@
+"""Many requests at once on one device: add, step, abort, drain.
+
+Ties the scheduler, the runner and the codec stage together, one step at a time, in the caller's thread. Knows prompts
+as plans and results as codes and samples; neither texts, nor voices, nor files, nor threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sottovoce.codec.slots import SlotDecoder
+from sottovoce.engine.audio import AudioStage, Stream
+from sottovoce.engine.pages import page_digests
+from sottovoce.engine.request import Capacity, Row, Stats, Step
+from sottovoce.engine.runner import Job, Launched, Runner
+from sottovoce.engine.scheduler import Scheduler
+from sottovoce.model.network import Network
+from sottovoce.model.prompt import PromptPlan, embed_prompt
+from sottovoce.types import NUM_CODEBOOKS, FinishReason, Sampling
+
+if TYPE_CHECKING:
+    from sottovoce.kernels import Ops
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """News of a request: a chunk of audio with its codes, or its end, or both.
+
+    Args:
+        id: the caller's name for the request.
+        samples: float32 [n] at 24 kHz, in order, without gaps; empty where no decoder is attached.
+        codes: int64 [T, K] of these samples.
+        finish_reason: with the last event, unless there is an error.
+        error: what ended it; nothing follows.
+    """
+
+    id: Hashable
+    samples: np.ndarray
+    codes: np.ndarray
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+
+    @classmethod
+    def failed(cls, request_id: Hashable, error: Exception) -> Event:
+        """The end of a request by an error, which loses its traceback: that would keep tensors alive."""
+        nothing = np.empty((0, NUM_CODEBOOKS), np.int64)
+        return cls(request_id, np.empty(0, np.float32), nothing, error=error.with_traceback(None))
+
+
+@dataclass(eq=False)
+class _Active:
+    row: Row
+    job: Job
+    frames: list[np.ndarray] = field(default_factory=list)  # committed codes [K] each
+
+
+class Engine:
+    """All verbs belong to one thread.
+
+    Args:
+        network: with talker, predictor and text embedding.
+        decoder: turns codes into samples; None gives codes only.
+        ops: the operations to use.
+        capacity: memory and batch; see `request.Limits`.
+        max_positions: longest prompt and speech of one request together.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        decoder: SlotDecoder | None,
+        ops: Ops,
+        capacity: Capacity,
+        max_positions: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.network, self.capacity, self.max_positions = network, capacity, max_positions
+        self.runner = Runner(network, ops, capacity, max_positions)
+        self.scheduler = Scheduler(capacity)
+        self.audio = AudioStage(decoder) if decoder is not None else None
+        self._clock = clock
+        self._active: dict[Hashable, _Active] = {}
+        self._jobs: dict[Hashable, Job] = {}
+        self._in_flight: deque[tuple[Step, Launched]] = deque()
+        self._events: list[Event] = []
+
+    def add(
+        self,
+        request_id: Hashable,
+        plan: PromptPlan,
+        sampling: Sampling,
+        seed: int,
+        max_frames: int,
+        ahead_s: float | None = None,
+    ) -> None:
+        """Queues a request under a name that is unique among the unfinished.
+
+        `ahead_s` is how far beyond a listener's place its audio may run before it rests; None never rests.
+        Raises InputError if it could not fit even alone.
+        """
+        num_prompt = len(plan) - 1
+        max_frames = min(max_frames, self.max_positions - num_prompt)
+        prefix = page_digests(plan.row_keys()[:-1], self.capacity.page_tokens)
+        row = Row(request_id, num_prompt, max_frames, prefix, ahead_s)
+        self.scheduler.add(row)
+        with torch.no_grad():
+            job = Job(embed_prompt(self.network, plan), sampling, seed)
+        self._active[request_id] = _Active(row, job)
+        self._jobs[request_id] = job
+        if self.audio is not None:
+            key = None if plan.ref_codes is None else plan.ref_codes.tobytes()
+            self.audio.begin(Stream(request_id, plan.ref_codes, key))
+
+    def abort(self, request_id: Hashable) -> bool:
+        """Cancels a request. No event follows. False if it is not there any more."""
+        if request_id not in self._active:
+            return False
+        self._end(request_id)
+        self.scheduler.abort(request_id)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished, or a step in flight."""
+        return bool(self._active) or self.scheduler.has_work
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step would do something now, without waiting for time to pass."""
+        return bool(self._in_flight) or (self.audio is not None and self.audio.has_work)
+
+    def stats(self) -> Stats:
+        return self.scheduler.stats()
+
+    def idle_s(self) -> float | None:
+        """Seconds until the first resting request goes on; None if nothing rests."""
+        now_s = self._clock()
+        due_s = self.scheduler.next_due_s(now_s)
+        return None if due_s is None else max(0.0, due_s - now_s)
+
+    def step(self) -> list[Event]:
+        """Does a step's worth of work and returns the news; waits for the device, never for time."""
+        self._fill()
+        if self._in_flight:
+            self._collect()
+        if self.audio is not None and self.audio.has_work:
+            self._speak()
+        events, self._events = self._events, []
+        return events
+
+    def drain(self) -> list[Event]:
+        """Steps until nothing is left."""
+        events: list[Event] = []
+        while self.has_work:
+            events += self.step()
+            idle_s = self.idle_s()
+            if idle_s and not self._in_flight:
+                time.sleep(idle_s)
+        return events
+
+    def _fill(self) -> None:
+        while len(self._in_flight) <= self.capacity.lag:
+            step = self.scheduler.schedule(self._clock())
+            if step is None:
+                return
+            self._in_flight.append((step, self.runner.launch(step, self._jobs, self._history, self._fail)))
+
+    def _history(self, row: Row) -> list[int]:
+        """Code 0 of every frame of a row up to the steps in flight; waits for them."""
+        history = [int(frame[0]) for frame in self._active[row.id].frames]
+        for step, launched in self._in_flight:
+            history += [
+                int(codes[0]) for other, codes in zip(step.rows, launched.codes(), strict=False) if other is row
+            ]
+        return history
+
+    def _collect(self) -> None:
+        """Takes the outcome of the oldest step."""
+        step, launched = self._in_flight.popleft()
+        codes = launched.codes().numpy() if step.rows else np.empty((0, 0), np.int64)
+        eos = self.network.config.talker.codec_eos_token_id
+        committed = self.scheduler.commit(
+            step.number, (codes[: len(step.rows), :1] == eos).any(1).tolist(), self._clock()
+        )
+        places = {id(row): index for index, row in enumerate(step.rows)}
+        for row, _ in committed.frames:
+            active = self._active.get(row.id)
+            if active is not None and active.row is row:
+                frame = codes[places[id(row)]].copy()
+                active.frames.append(frame)
+                if self.audio is not None:
+                    self.audio.feed(row.id, frame)
+        for row in committed.finished:
+            active = self._active.get(row.id)
+            if active is not None and active.row is row and (self.audio is None or self.audio.complete(row.id)):
+                self._finish(row.id, np.empty(0, np.float32), np.stack(active.frames) if self.audio is None else None)
+
+    def _speak(self) -> None:
+        for chunk in self.audio.run():
+            if chunk.is_last:
+                self._finish(chunk.id, chunk.samples, chunk.codes)
+            else:
+                self._events.append(Event(chunk.id, chunk.samples, chunk.codes))
+
+    def _finish(self, request_id: Hashable, samples: np.ndarray, codes: np.ndarray | None) -> None:
+        reason = self._active[request_id].row.finish_reason
+        if codes is None:
+            codes = np.empty((0, NUM_CODEBOOKS), np.int64)
+        self._events.append(Event(request_id, samples, codes, reason))
+        self._end(request_id)
+
+    def _fail(self, row: Row, error: Exception) -> None:
+        if row.id in self._active and self._active[row.id].row is row:
+            self._events.append(Event.failed(row.id, error))
+            self._end(row.id)
+            self.scheduler.abort(row.id, "error")
+
+    def _end(self, request_id: Hashable) -> None:
+        del self._active[request_id]
+        del self._jobs[request_id]
+        if self.audio is not None:
+            self.audio.drop(request_id)

@@ -1,0 +1,39 @@
+"""What this machine offers: devices, precisions, free memory. Looks, decides nothing about models."""
+
+from __future__ import annotations
+
+import torch
+
+from sottovoce.types import InputError, NotFoundError, nearest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name; None is a GPU if there is one. Raises NotFoundError if it is not here."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise NotFoundError(f"no device {name!r}; use 'cpu', 'cuda' or 'cuda:1'", field="device") from error
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise NotFoundError(f"device {name!r} is not here; `sottovoce doctor` shows what is", field="device")
+    return device
+
+
+def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The precision of that name; None is what suits the device: bfloat16 where a GPU has it, else float16, and
+    float32 on a CPU. Raises InputError for an unknown name."""
+    if name is None:
+        if device.type != "cuda":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    if name not in DTYPES:
+        raise InputError(f"unknown dtype {name!r}{nearest(name, DTYPES)}; known: {', '.join(DTYPES)}", field="dtype")
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
