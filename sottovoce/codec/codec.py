@@ -166,7 +166,7 @@ class Codec(nn.Module):
             for rows in (same[i : i + max_rows] for i in range(0, len(same), max_rows)):
                 samples = clips[rows[0]][None] if len(rows) == 1 else torch.stack([clips[i] for i in rows])
                 samples = samples.to(self.encoder.device)
-                with _full_precision(samples.device):
+                with _full_precision():
                     for index, row in zip(rows, self.encoder.encode(samples, window), strict=True):
                         codes[index] = row
         return codes
@@ -185,9 +185,16 @@ def _clip(wav: np.ndarray | Tensor, index: int) -> Tensor:
     return wav
 
 
-def _full_precision(device: torch.device) -> contextlib.AbstractContextManager:
-    """Convolutions in true fp32: the TF32 that torch allows by default changes codes."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    cudnn = torch.backends.cudnn
-    return cudnn.flags(True, cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, allow_tf32=False)
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """True fp32 on a GPU: the TF32 that torch allows convolutions by default changes codes. The setting is torch's own,
+    for the whole process, and is put back."""
+    settings = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, value in zip(settings, before, strict=True):
+            setting.fp32_precision = value

@@ -112,3 +112,14 @@ def test_bad_audio_is_named(codec, wav, words):
 def test_bad_window_is_named(codec):
     with pytest.raises(InputError, match="window"):
         codec.encode([noise(100)], window=0)
+
+
+def test_encoding_asks_for_true_fp32_and_puts_the_setting_back(codec, monkeypatch):
+    convolutions, seen = torch.backends.cudnn.conv, []
+    before = convolutions.fp32_precision
+    encode = codec.encoder.encode
+    monkeypatch.setattr(
+        codec.encoder, "encode", lambda *args: seen.append(convolutions.fp32_precision) or encode(*args)
+    )
+    codec.encode([noise(100)])
+    assert seen == ["ieee"] and convolutions.fp32_precision == before
