@@ -25,7 +25,8 @@ from sottovoce.audio.io import AudioInput, read_audio
 from sottovoce.audio.join import Joiner
 from sottovoce.codec.codec import Codec as CodecModel
 from sottovoce.codec.codec import DecodeMode
-from sottovoce.codec.slots import PlainSlots
+from sottovoce.codec.fast import SlotDecoder, slot_decoder
+from sottovoce.engine.audio import AudioStage
 from sottovoce.engine.driver import Driver, Handle
 from sottovoce.engine.engine import Engine
 from sottovoce.engine.request import Capacity
@@ -78,8 +79,6 @@ class TTS:
         network = load_network(folder, device=device, dtype=dtype, parts=parts)
         self.config = network.config
         codec_dtype = torch.float32 if device.type == "cpu" or dtype == torch.float16 else dtype
-        self._codec = load_codec(folder, device=device, dtype=codec_dtype, parts=("decoder",))
-        self._codec.freeze_codebooks()
         ops = select(device, dtype)
         page_tokens = 16
         num_tokens = max(MIN_TOKENS, max_rows * ROW_TOKENS)
@@ -88,8 +87,8 @@ class TTS:
             # Nothing runs beside the host, so running ahead only wastes steps; and any batch size will do.
             capacity = replace(capacity, lag=0, buckets=tuple(range(1, max_rows)))
         max_positions = min(self.config.talker.max_position_embeddings, num_tokens)
-        decoder = PlainSlots(self._codec, max_rows)
-        self._driver = Driver(Engine(network, decoder, ops, capacity, max_positions))
+        audio = self._audio_stage(codec_dtype, max_rows)
+        self._driver = Driver(Engine(network, audio, ops, capacity, max_positions))
         self.backends: Mapping[str, str] = {
             "device": str(device),
             "dtype": dtype_name(dtype),
@@ -338,6 +337,22 @@ class TTS:
         self.close()
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _audio_stage(self, dtype: torch.dtype, max_slots: int) -> AudioStage:
+        def decoder(dtype: torch.dtype) -> SlotDecoder:
+            codec = load_codec(self.folder, device=self.device, dtype=dtype, parts=("decoder",))
+            codec.freeze_codebooks()
+            return slot_decoder(codec.decoder, max_slots)
+
+        is_exact = dtype == torch.float32
+        return AudioStage(decoder(dtype), None if is_exact else lambda: decoder(torch.float32))
+
+    @cached_property
+    def _codec(self) -> CodecModel:
+        """For `decode`: the engine's decoder knows streams only."""
+        codec = load_codec(self.folder, device=self.device, parts=("decoder",))
+        codec.freeze_codebooks()
+        return codec
 
     @cached_property
     def _encoder(self) -> CodecModel:

@@ -7,17 +7,21 @@ chunks are decoded. Streams without a slot wait, or take the slot of one that ha
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sottovoce.codec.slots import SlotDecoder
+from sottovoce.codec.fast import SlotDecoder
+from sottovoce.engine.graphs import HostCopy, Launcher
+from sottovoce.types import SottovoceError
 
 MAX_CHUNK_FRAMES = 8
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # streams a launch; smaller ones are filled up
 MAX_CACHED_VOICES = 16  # states after a reference, 2.6 MB each in bf16 at the published size
 
 
@@ -28,21 +32,19 @@ class Stream:
     Args:
         id: the caller's name for it.
         warm_up: int64 [F, K], frames of a reference to decode first and give no samples of.
-        warm_key: name of the state after `warm_up`, to share it between requests of one voice.
     """
 
     id: Hashable
     warm_up: np.ndarray | None = None
-    warm_key: bytes | None = None
     waiting: list[np.ndarray] = field(default_factory=list)  # [K] each, not yet decoded
-    num_decoded: int = 0
+    done: list[np.ndarray] = field(default_factory=list)  # decoded, or on their way
     is_complete: bool = False  # no more frames will come
     slot: int | None = None
-    saved: dict[str, Tensor] | None = None
+    saved: Sequence[Tensor] | None = None
 
     def next_frames(self) -> int:
         """Frames of its next chunk, 0 while it has to wait for more."""
-        size = min(1 << (self.num_decoded + 1).bit_length() - 1, MAX_CHUNK_FRAMES)  # at 0, 1, 3, 7, 15, …
+        size = min(1 << (len(self.done) + 1).bit_length() - 1, MAX_CHUNK_FRAMES)  # at 0, 1, 3, 7, 15, …
         if len(self.waiting) >= size:
             return size
         # The rest in powers of two: few shapes, so few graphs.
@@ -59,17 +61,36 @@ class Decoded:
     is_last: bool
 
 
+@dataclass(frozen=True, eq=False)
+class _Pending:
+    streams: list[Stream]
+    codes: np.ndarray  # [B, T, K]
+    copy: HostCopy  # [B and padding, samples and a flag]
+
+
 class AudioStage:
-    def __init__(self, decoder: SlotDecoder, max_batch: int = 64) -> None:
-        self.decoder, self.max_batch = decoder, max_batch
-        self._free = list(range(decoder.num_slots))[::-1]
+    """
+    Args:
+        decoder: of as many streams as it has slots; more than that take turns.
+        in_float32: makes a decoder in float32 that goes on when this one gives NaN; None if it is that already.
+        use_graphs: capture launches on a GPU.
+    """
+
+    def __init__(
+        self, decoder: SlotDecoder, in_float32: Callable[[], SlotDecoder] | None = None, *, use_graphs: bool = True
+    ) -> None:
+        self.decoder, self._in_float32 = decoder, in_float32
+        self.device = decoder.is_bad.device
+        self.launcher = Launcher(self.device, use_graphs=use_graphs, is_urgent=False)
+        self._free = list(range(decoder.max_slots))[::-1]
         self._streams: OrderedDict[Hashable, Stream] = OrderedDict()  # longest without a chunk first
-        self._warm: OrderedDict[bytes, dict[str, Tensor]] = OrderedDict()
+        self._pending: deque[_Pending] = deque()
+        self._voices: OrderedDict[bytes, Sequence[Tensor]] = OrderedDict()
 
     @property
     def has_work(self) -> bool:
-        """Whether some stream has frames to decode now."""
-        return any(stream.next_frames() for stream in self._streams.values())
+        """Whether chunks are due, or on their way."""
+        return bool(self._pending) or any(stream.next_frames() for stream in self._streams.values())
 
     def begin(self, stream: Stream) -> None:
         assert stream.id not in self._streams
@@ -80,47 +101,111 @@ class AudioStage:
         self._streams[stream_id].waiting.append(frame)
 
     def complete(self, stream_id: Hashable) -> bool:
-        """No more frames will come. True if everything has been decoded already, and the stream is gone."""
+        """No more frames will come. True if all has left already: then the stream is gone."""
         stream = self._streams[stream_id]
         stream.is_complete = True
-        if not stream.waiting:
-            self.drop(stream_id)
-            return True
-        return False
+        if stream.waiting or any(stream in pending.streams for pending in self._pending):
+            return False
+        self.drop(stream_id)
+        return True
 
     def drop(self, stream_id: Hashable) -> None:
         """Forgets a stream in any state."""
         stream = self._streams.pop(stream_id, None)
         if stream is not None and stream.slot is not None:
-            self._free.append(stream.slot)
+            self._free.append(stream.slot)  # work on its way reads and writes before whatever comes next
 
-    def run(self) -> list[Decoded]:
-        """Decodes one chunk of every stream that has one, in batches of equal size."""
+    def run(self, *, is_waiting: bool) -> list[Decoded]:
+        """Launches a chunk of every stream that has one, in batches of equal size, and returns what has arrived.
+
+        `is_waiting`: there is nothing better to do than to wait for the first arrival.
+        """
         due: dict[int, list[Stream]] = {}
         for stream in list(self._streams.values()):
             frames = stream.next_frames()
             if frames and self._settle(stream):
                 due.setdefault(frames, []).append(stream)
-        out = []
-        for frames, streams in sorted(due.items()):  # the first chunks are the small ones: they leave first
-            for first in range(0, len(streams), self.max_batch):
-                out += self._decode(streams[first : first + self.max_batch], frames)
-        return out
+        for frames, streams in sorted(due.items()):  # the first chunks are the small ones: they go first
+            for first in range(0, len(streams), BATCHES[-1]):
+                self._launch(streams[first : first + BATCHES[-1]], frames)
+        arrived: list[Decoded] = []
+        while self._pending and (self._pending[0].copy.is_ready or (is_waiting and not arrived)):
+            arrived += self._take(self._pending.popleft())
+        return arrived
 
-    def _decode(self, streams: list[Stream], frames: int) -> list[Decoded]:
-        codes = np.stack([np.stack(stream.waiting[:frames]) for stream in streams])  # [B, T, K]
-        samples = self.decoder.decode([stream.slot for stream in streams], torch.from_numpy(codes)).cpu().numpy()
-        out = []
-        for stream, wave, used in zip(streams, samples, codes, strict=True):
+    def _launch(self, streams: list[Stream], frames: int) -> None:
+        codes = np.stack([np.stack(stream.waiting[:frames]) for stream in streams])
+        for stream in streams:
+            stream.done += stream.waiting[:frames]
             del stream.waiting[:frames]
-            stream.num_decoded += frames
-            is_last = stream.is_complete and not stream.waiting
-            out.append(Decoded(stream.id, wave, used, is_last))
+            self._streams.move_to_end(stream.id)
+        output = self._decode([stream.slot for stream in streams], codes)
+        with self.launcher.here():
+            self._pending.append(_Pending(streams, codes, HostCopy(output)))
+
+    def _decode(self, slots: list[int], codes: np.ndarray) -> Tensor:
+        """float32 [B and padding, samples + 1]; the last column is 1 where something was not a number."""
+        decoder, device = self.decoder, self.device
+        size, (num_rows, frames, num_codes) = len(slots), codes.shape
+        if self.launcher.is_graphed:
+            size = next(batch for batch in BATCHES if batch >= num_rows)
+        slots = torch.tensor(slots + [decoder.dummy_slot] * (size - num_rows))
+        rows = torch.zeros(size, frames, num_codes, dtype=torch.int64)
+        rows[:num_rows] = torch.from_numpy(codes)
+        if device.type == "cuda":
+            slots, rows = slots.pin_memory(), rows.pin_memory()
+
+        def work(slots: Tensor, rows: Tensor) -> Tensor:
+            wave = decoder.decode(slots, rows)
+            return torch.cat((wave, decoder.is_bad[slots][:, None].to(wave.dtype)), dim=1)
+
+        return self.launcher.run(
+            (size, frames, decoder),
+            work,
+            (slots, rows),
+            lambda: (
+                torch.full((size,), decoder.dummy_slot, device=device),
+                torch.zeros(size, frames, num_codes, dtype=torch.int64, device=device),
+            ),
+        )
+
+    def _take(self, pending: _Pending) -> list[Decoded]:
+        rows = pending.copy.wait()[: len(pending.streams)].numpy()
+        if rows[:, -1].any():
+            self._fall_back(pending)
+            return []
+        out = []
+        for stream, row, codes in zip(pending.streams, rows, pending.codes, strict=True):
+            if self._streams.get(stream.id) is not stream:
+                continue  # cancelled meanwhile
+            is_last = stream.is_complete and not stream.waiting and not self._is_on_its_way(stream)
+            out.append(Decoded(stream.id, row[:-1].copy(), codes, is_last))
             if is_last:
                 self.drop(stream.id)
-            else:
-                self._streams.move_to_end(stream.id)
         return out
+
+    def _is_on_its_way(self, stream: Stream) -> bool:
+        return any(stream in pending.streams for pending in self._pending)
+
+    def _fall_back(self, first: _Pending) -> None:
+        """Goes on in float32: all streams from their beginning, since NaN is in their state, to where they were."""
+        if self._in_float32 is None:
+            raise SottovoceError("the codec produced NaN in float32: its weights are damaged; check the checkpoint")
+        warnings.warn("the codec produced NaN in low precision on this device; it goes on in float32", stacklevel=2)
+        unsent: dict[Hashable, int] = {}
+        for pending in (first, *self._pending):
+            for stream in pending.streams:
+                unsent[stream.id] = unsent.get(stream.id, 0) + pending.codes.shape[1]
+        self._pending.clear()
+        self.launcher.synchronize()
+        self.decoder, self._in_float32 = self._in_float32(), None
+        self._free = list(range(self.decoder.max_slots))[::-1]
+        self._voices.clear()
+        for stream in self._streams.values():
+            start = len(stream.done) - unsent.get(stream.id, 0)
+            stream.waiting = stream.done[start:] + stream.waiting
+            del stream.done[start:]
+            stream.slot = stream.saved = None
 
     def _settle(self, stream: Stream) -> bool:
         """Sees to it that the stream's state is in a slot. False if there is none to be had now."""
@@ -129,39 +214,48 @@ class AudioStage:
         if not self._free and not self._make_room():
             return False
         stream.slot = self._free.pop()
-        if stream.saved is not None:
-            self.decoder.restore(stream.slot, stream.saved)
-            stream.saved = None
-            return True
-        self.decoder.reset(stream.slot)
-        if stream.warm_up is not None:
-            self._warm_up(stream)
+        with self.launcher.here():
+            slot = torch.tensor([stream.slot]).to(self.device)
+            if stream.saved is not None:
+                self.decoder.load(slot, stream.saved)
+                stream.saved = None
+                return True
+            self.decoder.reset(slot)
+            if stream.warm_up is not None:
+                self._warm_up(stream, slot)
+            if stream.done:  # after a fall-back
+                self._decode_away(stream.slot, np.stack(stream.done))
         return True
 
     def _make_room(self) -> bool:
+        """Moves the state of the stream that has been idle longest to the host."""
         idle = (s for s in self._streams.values() if s.slot is not None and not s.next_frames())
         stream = next(idle, None)
         if stream is None:
             return False
-        stream.saved = self.decoder.save(stream.slot)
+        with self.launcher.here():
+            slot = torch.tensor([stream.slot]).to(self.device)
+            stream.saved = [state.to("cpu", copy=True) for state in self.decoder.save(slot)]
         self._free.append(stream.slot)
         stream.slot = None
         return True
 
-    def _warm_up(self, stream: Stream) -> None:
+    def _warm_up(self, stream: Stream, slot: Tensor) -> None:
         """Decodes the reference, so that the voice carries over the seam; its samples are cut off exactly."""
-        cached = self._warm.get(stream.warm_key) if stream.warm_key is not None else None
-        if cached is not None:
-            self._warm.move_to_end(stream.warm_key)
-            self.decoder.restore(stream.slot, cached)
+        key = stream.warm_up.tobytes()
+        if key in self._voices:
+            self._voices.move_to_end(key)
+            self.decoder.load(slot, self._voices[key])
             return
-        codes = torch.from_numpy(stream.warm_up)[None]
+        self._decode_away(stream.slot, stream.warm_up)
+        self._voices[key] = self.decoder.save(slot)
+        if len(self._voices) > MAX_CACHED_VOICES:
+            self._voices.popitem(last=False)
+
+    def _decode_away(self, slot: int, codes: np.ndarray) -> None:
+        """Brings a slot's state behind frames [F, K] whose samples nobody wants."""
         start = 0
-        while start < codes.shape[1]:
-            frames = min(MAX_CHUNK_FRAMES, 1 << (codes.shape[1] - start).bit_length() - 1)
-            self.decoder.decode([stream.slot], codes[:, start : start + frames])
+        while start < len(codes):
+            frames = min(MAX_CHUNK_FRAMES, 1 << (len(codes) - start).bit_length() - 1)
+            self._decode([slot], codes[None, start : start + frames])
             start += frames
-        if stream.warm_key is not None:
-            self._warm[stream.warm_key] = self.decoder.save(stream.slot)
-            if len(self._warm) > MAX_CACHED_VOICES:
-                self._warm.popitem(last=False)

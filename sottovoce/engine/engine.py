@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sottovoce.codec.slots import SlotDecoder
 from sottovoce.engine.audio import AudioStage, Stream
+from sottovoce.engine.graphs import HostCopy
 from sottovoce.engine.pages import page_digests
 from sottovoce.engine.request import Capacity, Row, Stats, Step
-from sottovoce.engine.runner import Job, Launched, Runner
+from sottovoce.engine.runner import Job, Runner
 from sottovoce.engine.scheduler import Scheduler
 from sottovoce.model.network import Network
 from sottovoce.model.prompt import PromptPlan, embed_prompt
@@ -66,30 +66,33 @@ class Engine:
 
     Args:
         network: with talker, predictor and text embedding.
-        decoder: turns codes into samples; None gives codes only.
+        audio: turns codes into samples; None gives codes only.
         ops: the operations to use.
         capacity: memory and batch; see `request.Limits`.
         max_positions: longest prompt and speech of one request together.
+        use_graphs: capture steps on a GPU.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self,
         network: Network,
-        decoder: SlotDecoder | None,
+        audio: AudioStage | None,
         ops: Ops,
         capacity: Capacity,
         max_positions: int,
+        *,
+        use_graphs: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.network, self.capacity, self.max_positions = network, capacity, max_positions
-        self.runner = Runner(network, ops, capacity, max_positions)
+        self.runner = Runner(network, ops, capacity, max_positions, use_graphs=use_graphs)
         self.scheduler = Scheduler(capacity)
-        self.audio = AudioStage(decoder) if decoder is not None else None
+        self.audio = audio
         self._clock = clock
         self._active: dict[Hashable, _Active] = {}
         self._jobs: dict[Hashable, Job] = {}
-        self._in_flight: deque[tuple[Step, Launched]] = deque()
+        self._in_flight: deque[tuple[Step, HostCopy | None]] = deque()
         self._events: list[Event] = []
 
     def add(
@@ -111,13 +114,12 @@ class Engine:
         prefix = page_digests(plan.row_keys()[:-1], self.capacity.page_tokens)
         row = Row(request_id, num_prompt, max_frames, prefix, ahead_s)
         self.scheduler.add(row)
-        with torch.no_grad():
+        with torch.no_grad(), self.runner.launcher.here():
             job = Job(embed_prompt(self.network, plan), sampling, seed)
         self._active[request_id] = _Active(row, job)
         self._jobs[request_id] = job
         if self.audio is not None:
-            key = None if plan.ref_codes is None else plan.ref_codes.tobytes()
-            self.audio.begin(Stream(request_id, plan.ref_codes, key))
+            self.audio.begin(Stream(request_id, plan.ref_codes))
 
     def abort(self, request_id: Hashable) -> bool:
         """Cancels a request. No event follows. False if it is not there any more."""
@@ -177,15 +179,14 @@ class Engine:
         """Code 0 of every frame of a row up to the steps in flight; waits for them."""
         history = [int(frame[0]) for frame in self._active[row.id].frames]
         for step, launched in self._in_flight:
-            history += [
-                int(codes[0]) for other, codes in zip(step.rows, launched.codes(), strict=False) if other is row
-            ]
+            if row in step.rows:
+                history.append(int(launched.wait()[step.rows.index(row), 0]))
         return history
 
     def _collect(self) -> None:
         """Takes the outcome of the oldest step."""
         step, launched = self._in_flight.popleft()
-        codes = launched.codes().numpy() if step.rows else np.empty((0, 0), np.int64)
+        codes = launched.wait().numpy() if launched is not None else np.empty((0, NUM_CODEBOOKS), np.int64)
         eos = self.network.config.talker.codec_eos_token_id
         committed = self.scheduler.commit(
             step.number, (codes[: len(step.rows), :1] == eos).any(1).tolist(), self._clock()
@@ -204,7 +205,7 @@ class Engine:
                 self._finish(row.id, np.empty(0, np.float32), np.stack(active.frames) if self.audio is None else None)
 
     def _speak(self) -> None:
-        for chunk in self.audio.run():
+        for chunk in self.audio.run(is_waiting=not self._in_flight):
             if chunk.is_last:
                 self._finish(chunk.id, chunk.samples, chunk.codes)
             else:

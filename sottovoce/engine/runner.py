@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sottovoce.engine.graphs import HostCopy, Launcher, to_device
 from sottovoce.engine.request import Capacity, Chunk, Row, Step, Swap
 from sottovoce.engine.step import Pages, StepModel
 from sottovoce.engine.tables import TEXT_RING_ROWS, SlotTables
@@ -20,7 +21,7 @@ from sottovoce.model.network import Network
 from sottovoce.model.prompt import EmbeddedPrompt
 from sottovoce.types import Sampling
 
-PREFILL_BLOCK = 64  # rows of a prompt that go through the projections together, whatever the step's budget
+PREFILL_BLOCKS = (8, 16, 32, 64)  # prompt rows that go through the layers together
 
 
 if TYPE_CHECKING:
@@ -37,28 +38,6 @@ class Job:
     saved: dict[str, Tensor] | None = field(default=None, repr=False)  # slot state while preempted
 
 
-class Launched:
-    """The codes of a step on their way to the host."""
-
-    def __init__(self, codes: Tensor | None) -> None:
-        self._codes, self._ready = codes, None
-        if codes is not None and codes.is_cuda:
-            pinned = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=True)
-            self._codes = pinned.copy_(codes, non_blocking=True)
-            self._ready = torch.cuda.Event()
-            self._ready.record()
-
-    def codes(self) -> Tensor:
-        """int64 [B, K] on the host, padding rows included; waits for the step."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        return self._codes
-
-    @property
-    def is_ready(self) -> bool:
-        return self._ready is None or self._ready.query()
-
-
 class Runner:
     """One batch on one device.
 
@@ -67,22 +46,25 @@ class Runner:
         ops: the operations to use.
         capacity: the scheduler's.
         max_positions: longest sequence of one request.
+        use_graphs: capture steps on a GPU.
     """
 
-    def __init__(self, network: Network, ops: Ops, capacity: Capacity, max_positions: int) -> None:
+    def __init__(
+        self, network: Network, ops: Ops, capacity: Capacity, max_positions: int, *, use_graphs: bool = True
+    ) -> None:
         self.model = StepModel(network, ops, max_positions)
         device, dtype = self.model.device, self.model.dtype
         max_pages = -(-max_positions // capacity.page_tokens)
         self.tables = SlotTables.empty(network.config, capacity.max_rows, max_pages, device, dtype)
         self.kv = Pages.empty(network, capacity.num_pages, capacity.page_tokens)
         self.tables.pages.fill_(capacity.num_pages)  # unset entries point at the scratch page
+        self.launcher = Launcher(device, use_graphs=use_graphs)
         self._host_pages: dict[int, Tensor] = {}
-        self._slots: dict[tuple[int, ...], Tensor] = {}
 
     @property
     def num_bytes(self) -> dict[str, int]:
         """Device bytes by part."""
-        return {"kv": self.kv.num_bytes, "tables": self.tables.num_bytes}
+        return {"kv": self.kv.num_bytes, "tables": self.tables.num_bytes, "graphs": self.launcher.num_bytes}
 
     def launch(
         self,
@@ -90,8 +72,8 @@ class Runner:
         jobs: Mapping[Hashable, Job],
         history: Callable[[Row], list[int]],
         fail: Callable[[Row, Exception], None],
-    ) -> Launched:
-        """Starts all of a step.
+    ) -> HostCopy | None:
+        """Starts all of a step; its codes, int64 [B, K] with padding rows, come to the host later. None: no rows.
 
         Args:
             step: from the scheduler.
@@ -99,6 +81,16 @@ class Runner:
             history: gives code 0 of all frames of a row before this step, should a step have to be repeated.
             fail: is told of rows whose part went wrong. The others are not touched by it.
         """
+        with self.launcher.here():
+            return self._launch(step, jobs, history, fail)
+
+    def _launch(
+        self,
+        step: Step,
+        jobs: Mapping[Hashable, Job],
+        history: Callable[[Row], list[int]],
+        fail: Callable[[Row, Exception], None],
+    ) -> HostCopy | None:
         for swap in step.swap_out:
             self._guard(fail, swap.row, self._swap_out, swap, jobs)
         for swap in step.swap_in:
@@ -106,20 +98,18 @@ class Runner:
         for row, slot in step.admitted:
             self._guard(fail, row, self._begin, row, slot, jobs)
         if step.page_entries:
-            slots, indices, pages = (torch.tensor(column) for column in zip(*step.page_entries, strict=True))
-            device = self.tables.pages.device
-            self.tables.pages[slots.to(device), indices.to(device)] = pages.int().to(device)
-        for chunk in step.prefill:
-            self._guard(fail, chunk.row, self._prefill, chunk, jobs)
+            entries = to_device(list(zip(*step.page_entries, strict=True)), torch.int64, self.model.device)
+            self.tables.pages[entries[0], entries[1]] = entries[2].int()
+        self._prefill([chunk for chunk in step.prefill if chunk.row.id in jobs], jobs, fail)
         if not step.rows:
-            return Launched(None)
+            return None
         for row, frame, slot in zip(step.rows, step.frames, step.slots, strict=False):
             if frame and frame % (TEXT_RING_ROWS // 2) == 0 and row.id in jobs:
                 self._fill_text(slot, jobs[row.id].prompt.trailing, frame + TEXT_RING_ROWS // 2)
         try:
-            return Launched(self._decode(step.slots))
+            return HostCopy(self._decode(step.slots))
         except Exception:  # whatever it is, it must cost one request at most
-            return Launched(self._decode_alone(step, jobs, history, fail))
+            return HostCopy(self._decode_alone(step, jobs, history, fail))
 
     @staticmethod
     def _guard(fail: Callable[[Row, Exception], None], row: Row, work: Callable[..., None], *arguments: Any) -> None:
@@ -149,17 +139,53 @@ class Runner:
                 fail(row, error)
         return codes
 
-    def _prefill(self, chunk: Chunk, jobs: Mapping[Hashable, Job]) -> None:
-        rows = jobs[chunk.row.id].prompt.rows
-        for start in range(chunk.start, chunk.stop, PREFILL_BLOCK):
-            block = rows[start : min(start + PREFILL_BLOCK, chunk.stop)]
-            self.model.prefill(self.tables, self.kv, block, chunk.slot, start)
+    def _prefill(
+        self, chunks: list[Chunk], jobs: Mapping[Hashable, Job], fail: Callable[[Row, Exception], None]
+    ) -> None:
+        """Prompts of all rows laid end to end and cut into blocks; company in a block changes nothing."""
+        try:
+            parts = [jobs[chunk.row.id].prompt.rows[chunk.start : chunk.stop] for chunk in chunks]
+            places = [(chunk.slot, at) for chunk in chunks for at in range(chunk.start, chunk.stop)]
+            if places:
+                self._prefill_blocks(torch.cat(parts), places)
+        except Exception as error:
+            if len(chunks) == 1:
+                fail(chunks[0].row, error)
+                return
+            for chunk in chunks:
+                self._prefill([chunk], jobs, fail)
+
+    def _prefill_blocks(self, rows: Tensor, places: list[tuple[int, int]]) -> None:
+        model, scratch = self.model, self.tables.scratch
+        for first in range(0, len(rows), PREFILL_BLOCKS[-1]):
+            block = rows[first : first + PREFILL_BLOCKS[-1]]
+            size = len(block)
+            slots, positions = (list(column) for column in zip(*places[first : first + size], strict=True))
+            if self.launcher.is_graphed:
+                size = next(bucket for bucket in PREFILL_BLOCKS if bucket >= size)
+                padding = size - len(block)
+                block = torch.cat((block, block.new_zeros(padding, block.shape[1])))
+                slots, positions = slots + [scratch] * padding, positions + [-1] * padding
+            inputs = block, *_pinned((slots, torch.int64), (positions, torch.int32), device=model.device)
+            self.launcher.run(
+                ("prefill", size),
+                lambda *inputs: model.prefill(self.tables, self.kv, *inputs),
+                inputs,
+                lambda size=size: (
+                    torch.zeros(size, self.tables.next_input.shape[1], dtype=model.dtype, device=model.device),
+                    torch.full((size,), scratch, device=model.device),
+                    torch.full((size,), -1, dtype=torch.int32, device=model.device),
+                ),
+            )
 
     def _decode(self, slots: list[int]) -> Tensor:
-        key = tuple(slots)
-        if key not in self._slots:  # the same batch goes on for many steps: one upload
-            self._slots = {key: torch.tensor(slots).to(self.model.device, non_blocking=True)}
-        return self.model.decode(self.tables, self.kv, self._slots[key])
+        model = self.model
+        return self.launcher.run(
+            ("decode", len(slots)),
+            lambda slots: model.decode(self.tables, self.kv, slots),
+            _pinned((slots, torch.int64), device=model.device),
+            lambda: (torch.full((len(slots),), self.tables.scratch, device=model.device),),
+        )
 
     def _begin(self, row: Row, slot: int, jobs: Mapping[Hashable, Job]) -> None:
         job = jobs[row.id]
@@ -192,3 +218,9 @@ class Runner:
                 both[0].to(self.model.device),
                 both[1].to(self.model.device),
             )
+
+
+def _pinned(*columns: tuple[list[int], torch.dtype], device: torch.device) -> tuple[Tensor, ...]:
+    """Host lists as tensors that a copy to the device need not wait for."""
+    tensors = (torch.tensor(values, dtype=dtype) for values, dtype in columns)
+    return tuple(tensor.pin_memory() if device.type == "cuda" else tensor for tensor in tensors)

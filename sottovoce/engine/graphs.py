@@ -1,0 +1,116 @@
+"""Streams, captured graphs and copies to the host: all that is special about launching work on a GPU.
+
+The only file with static buffers. On a CPU everything here is a plain call. Knows neither models nor requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
+class Launcher:
+    """Runs functions of tensors on a stream of its own, each captured into a graph at its first use with a key.
+
+    Args:
+        device: where the tensors live.
+        use_graphs: False launches each operation by itself; a CPU always does.
+        is_urgent: whether its work goes before that of other launchers on the card.
+    """
+
+    def __init__(self, device: torch.device, *, use_graphs: bool = True, is_urgent: bool = True) -> None:
+        self.device = device
+        self.is_graphed = use_graphs and device.type == "cuda"
+        self.num_bytes = 0  # of the card's memory that graphs hold
+        self._captured: dict[Hashable, _Captured] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._pool = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=-1 if is_urgent else 0)
+            self._pool = torch.cuda.graph_pool_handle() if self.is_graphed else None
+
+    def here(self) -> contextlib.AbstractContextManager:
+        """Within it, work goes to this launcher's stream."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def wait_for(self, other: Launcher) -> None:
+        """What is launched from now on begins after all that `other` has been given so far."""
+        if self._stream is not None and other._stream is not None:
+            self._stream.wait_stream(other._stream)
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def run(
+        self, key: Hashable, work: Callable[..., Tensor], inputs: Sequence[Tensor], idle: Callable[[], Sequence[Tensor]]
+    ) -> Tensor:
+        """`work(*inputs)`; its result is overwritten by the next call with this key.
+
+        Args:
+            key: of the graph: the same work with the same shapes.
+            work: launches on the current stream, without looking at values; its other arguments never move.
+            inputs: small tensors, on the device or pinned; a call copies them.
+            idle: gives inputs of these shapes, on the device, with which the work can be done to no effect.
+        """
+        with self.here():
+            if not self.is_graphed:
+                return work(*(tensor.to(self.device, non_blocking=True) for tensor in inputs))
+            captured = self._captured.get(key)
+            if captured is None:
+                captured = self._captured[key] = self._capture(work, tuple(idle()))
+            for static, tensor in zip(captured.inputs, inputs, strict=True):
+                static.copy_(tensor, non_blocking=True)
+            captured.graph.replay()
+            return captured.output
+
+    def _capture(self, work: Callable[..., Tensor], static: tuple[Tensor, ...]) -> _Captured:
+        work(*static)  # compiles kernels and fills caches, which a capture must not do
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_reserved(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            output = work(*static)
+        self.num_bytes += torch.cuda.memory_reserved(self.device) - before
+        return _Captured(graph, static, output)
+
+
+class HostCopy:
+    """A tensor on its way to the host, from the stream that is current when it is made."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._ready = tensor, None
+        if tensor.is_cuda:
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready is None or self._ready.query()
+
+    def wait(self) -> Tensor:
+        """The values, on the host."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._tensor
+
+
+def to_device(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small host list as a tensor, from pinned memory, so that nobody waits for the copy."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
