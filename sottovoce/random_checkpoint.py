@@ -104,6 +104,48 @@ def _follow(model: dict[str, Any]) -> None:
             model[f"{name}_token_id"] = talker["text_vocab_size"] - len(names) + offset
 
 
+def model_scale(name: str, shape: Shape) -> tuple[float, float]:
+    """(mean, standard deviation) of a meaningful random tensor of the model, by its official name."""
+    std = 1 / sqrt(shape[-1] if len(shape) == 2 else prod(shape[1:]) or 1)
+    if "norm" in name:
+        return 1.0, 0.1
+    if name.endswith(".bias"):
+        return 0.0, 0.02
+    if "text_embedding" in name:
+        return 0.0, 1.0
+    if "codec_embedding" in name:
+        return 0.0, 0.25  # sixteen of them add up to the size of one text row
+    if "codec_head" in name or "lm_head" in name:
+        return 0.0, std * LOGIT_STD
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return 0.0, std * 0.5  # residual branches stay smaller than what they add to
+    return 0.0, std
+
+
+def codec_scale(name: str, shape: Shape) -> tuple[float, float]:
+    """(mean, standard deviation) of a meaningful random tensor of the codec; codebooks are `_CodecValues`'s."""
+    if name.endswith((".alpha", ".beta")):  # log space: factors near 1
+        return 0.0, 0.1
+    if name.endswith("layer_scale.scale"):
+        return 0.01, 0.001
+    if name.endswith(".gamma"):
+        return 0.1, 0.01
+    if name.endswith("norm.weight"):
+        return 1.0, 0.1
+    if name.endswith(".bias"):
+        return 0.0, 0.02
+    if len(shape) == 2:
+        return 0.0, 1 / sqrt(shape[1])
+    if ".block.1.conv.weight" in name and name.startswith("decoder.decoder"):
+        return 0.0, 1 / sqrt(2 * shape[0])  # transposed, kernel twice the stride: two taps reach each sample
+    if name.startswith("decoder.upsample") and ".0.conv" in name:
+        return 0.0, 1 / sqrt(shape[0])
+    gain = 0.3 if ".conv2.conv." in name else 1.0  # residual units must not add up to clipping
+    if shape[0] == 1:
+        gain = 0.05  # the last convolution: about a tenth of full scale
+    return 0.0, gain / sqrt(shape[1] * shape[2])
+
+
 class _ModelValues:
     """float32 values of a model's tensors, by name."""
 
@@ -113,23 +155,10 @@ class _ModelValues:
         # a frame when its logit has this spread instead of LOGIT_STD.
         normal = NormalDist()
         rivals = normal.inv_cdf(1 - 1 / (config.talker.vocab_size - 1024))
-        spread = 0.0 if mean_frames is None else rivals / normal.inv_cdf(1 - 1 / max(mean_frames, 2.5))
-        self.eos_gain = spread
+        self.eos_gain = 0.0 if mean_frames is None else rivals / normal.inv_cdf(1 - 1 / max(mean_frames, 2.5))
 
     def blocks(self, name: str, shape: Shape) -> Iterator[np.ndarray]:
-        mean, std = 0.0, 1 / sqrt(shape[-1] if len(shape) == 2 else prod(shape[1:]) or 1)
-        if "norm" in name:
-            mean, std = 1.0, 0.1
-        elif name.endswith(".bias"):
-            std = 0.02
-        elif "text_embedding" in name:
-            std = 1.0
-        elif "codec_embedding" in name:
-            std = 0.25  # sixteen of them add up to the size of one text row
-        elif "codec_head" in name or "lm_head" in name:
-            std *= LOGIT_STD
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            std *= 0.5  # residual branches stay smaller than what they add to
+        mean, std = model_scale(name, shape)
         first_row = 0
         for block in _normal_blocks(name, shape, self.seed):
             block *= std
@@ -158,35 +187,12 @@ class _CodecValues:
             for block in _normal_blocks(name, shape, self.seed):
                 yield block * usage[:, None]
         else:
-            mean, std = self._scale(name, shape)
+            mean, std = codec_scale(name, shape)
             for block in _normal_blocks(name, shape, self.seed):
                 yield block * np.float32(std) + np.float32(mean)
 
     def _usage(self, name: str, shape: Shape) -> np.ndarray:
         return _rng(name, self.seed).uniform(5, 50, shape).astype(np.float32)
-
-    @staticmethod
-    def _scale(name: str, shape: Shape) -> tuple[float, float]:
-        if name.endswith((".alpha", ".beta")):  # log space: factors near 1
-            return 0.0, 0.1
-        if name.endswith("layer_scale.scale"):
-            return 0.01, 0.001
-        if name.endswith(".gamma"):
-            return 0.1, 0.01
-        if name.endswith("norm.weight"):
-            return 1.0, 0.1
-        if name.endswith(".bias"):
-            return 0.0, 0.02
-        if len(shape) == 2:
-            return 0.0, 1 / sqrt(shape[1])
-        if ".block.1.conv.weight" in name and name.startswith("decoder.decoder"):
-            return 0.0, 1 / sqrt(2 * shape[0])  # transposed, kernel twice the stride: two taps reach each sample
-        if name.startswith("decoder.upsample") and ".0.conv" in name:
-            return 0.0, 1 / sqrt(shape[0])
-        gain = 0.3 if ".conv2.conv." in name else 1.0  # residual units must not add up to clipping
-        if shape[0] == 1:
-            gain = 0.05  # the last convolution: about a tenth of full scale
-        return 0.0, gain / sqrt(shape[1] * shape[2])
 
 
 def _rng(name: str, seed: int) -> np.random.Generator:
