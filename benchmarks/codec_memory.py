@@ -1,6 +1,6 @@
 """Peak memory of the codec against length: decoding 400 and 4,000 frames, encoding 1 and 10 minutes.
 
-    python benchmarks/codec_memory.py                   the published widths, on the CPU: 20 minutes
+    python benchmarks/codec_memory.py                   the published widths, on the CPU: half an hour
     python benchmarks/codec_memory.py --narrow          an eighth of the widths: under a minute
     python benchmarks/codec_memory.py --device cuda     asks the allocator of the card instead of the process
 
