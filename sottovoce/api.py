@@ -1,17 +1,17 @@
 """The front door: load a model, speak, stream, batch, close. The one place where the parts are wired together.
 
-Everything heavy lies behind it: prompts (`model/prompt.py`), batching (`engine/`), samples (`codec/`). This file checks
-what users give, cuts long texts, repeats runaways and puts the pieces together again.
+Everything heavy lies behind it: prompts (`model/prompt.py`), batching (`engine/`), samples (`codec/`), voices
+(`voices.py`), repeating and joining (`attempts.py`). This file checks what users give and cuts long texts.
 """
 
 from __future__ import annotations
 
 import secrets
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,46 +19,44 @@ import numpy as np
 import torch
 
 from sottovoce import hub
-from sottovoce.api_codec import Codec, decode_codes
-from sottovoce.attempts import Attempt, about_item, joined, warn_of_transcript
-from sottovoce.audio.io import AudioInput, read_audio
-from sottovoce.audio.join import Joiner
-from sottovoce.codec.codec import Codec as CodecModel
+from sottovoce.api_codec import LOAD_OPTIONS, Codec, as_dtype
+from sottovoce.attempts import Company, Prepared, about_item, streamed
+from sottovoce.audio.io import AudioInput
 from sottovoce.codec.codec import DecodeMode
 from sottovoce.codec.fast import SlotDecoder, slot_decoder
 from sottovoce.engine.audio import AudioStage
-from sottovoce.engine.driver import Driver, Handle
+from sottovoce.engine.driver import Driver
 from sottovoce.engine.engine import Engine
 from sottovoce.engine.request import Capacity
 from sottovoce.kernels import select
-from sottovoce.memory.probe import dtype_name, pick_device, pick_dtype
-from sottovoce.model.prompt import PromptPlan, build_prompt
-from sottovoce.model.speaker import SpeakerEncoder, speaker_vector
+from sottovoce.memory.probe import dtype_name, pick_device
+from sottovoce.model.prompt import build_prompt
 from sottovoce.model.weights import load_codec, load_network
 from sottovoce.text.language import resolve_language
-from sottovoce.text.segment import budget_frames, is_speakable, normalize_text, pause_after_s, split_text
+from sottovoce.text.segment import budget_frames, is_speakable, split_text
 from sottovoce.text.tokenizer import TextTokenizer
 from sottovoce.types import (
     SAMPLE_RATE,
     AudioChunk,
     InputError,
-    NotFoundError,
     Request,
     Sampling,
     SottovoceError,
     Speech,
-    Usage,
     Voice,
-    nearest,
     reject_unknown,
 )
+from sottovoce.voices import Voices
 
 __all__ = ["TTS", "Codec"]
 
 Notice = Callable[[str], None]
+Item = str | Request | Mapping[str, Any]
 
+PAGE_TOKENS = 16
 ROW_TOKENS = 1024  # KV positions a row gets on average: 80 s of speech; long requests take from the others
 MIN_TOKENS = 10240  # one request must be able to run to the published budget of 8,192 frames
+OPTIONS = (*(f.name for f in fields(Request)), "seed", "split")
 
 
 class TTS:
@@ -71,24 +69,28 @@ class TTS:
 
     def __init__(
         self, folder: Path, *, device: torch.device, dtype: torch.dtype, max_rows: int, is_hub: bool, notice: Notice
-    ):
+    ) -> None:
         self.folder, self.device, self.dtype = folder, device, dtype
-        self._notice = notice
         self._tokenizer = TextTokenizer.from_folder(folder, is_hub_snapshot=is_hub)
         parts = ("talker", "predictor", "text_embedding")
         network = load_network(folder, device=device, dtype=dtype, parts=parts)
         self.config = network.config
-        codec_dtype = torch.float32 if device.type == "cpu" or dtype == torch.float16 else dtype
+        self._codec = Codec(folder, device=device)
+        self._voices = Voices(folder, self.config, self._codec, device, notice)
         ops = select(device, dtype)
-        page_tokens = 16
         num_tokens = max(MIN_TOKENS, max_rows * ROW_TOKENS)
-        capacity = Capacity(num_pages=num_tokens // page_tokens, max_rows=max_rows, page_tokens=page_tokens)
+        capacity = Capacity(num_pages=num_tokens // PAGE_TOKENS, max_rows=max_rows, page_tokens=PAGE_TOKENS)
         if device.type == "cpu":
             # Nothing runs beside the host, so running ahead only wastes steps; and any batch size will do.
             capacity = replace(capacity, lag=0, buckets=tuple(range(1, max_rows)))
+        self._max_under_way = 2 * max_rows  # so that rows never wait for prompts to be built
         max_positions = min(self.config.talker.max_position_embeddings, num_tokens)
-        audio = self._audio_stage(codec_dtype, max_rows)
-        self._driver = Driver(Engine(network, audio, ops, capacity, max_positions))
+        codec_dtype = torch.float32 if device.type == "cpu" or dtype == torch.float16 else dtype
+        audio = _audio_stage(folder, device, codec_dtype, max_rows)
+        driver = Driver(Engine(network, audio, ops, capacity, max_positions))
+        self._driver: Driver | None = driver
+        # For those who forget to close: the engine's thread would keep the model alive.
+        self._finalizer = weakref.finalize(self, driver.close, drain=False)
         self.backends: Mapping[str, str] = {
             "device": str(device),
             "dtype": dtype_name(dtype),
@@ -103,10 +105,11 @@ class TTS:
         *,
         revision: str | None = None,
         offline: bool | None = None,
-        device: str | None = None,
-        dtype: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
         max_rows: int | None = None,
         on_notice: Notice | None = None,
+        **unknown: Any,
     ) -> TTS:
         """Loads a model.
 
@@ -121,18 +124,23 @@ class TTS:
 
         Raises:
             NotFoundError: no such model here, or no such device.
+            InputError: an option that does not exist or cannot be used; `field` names it.
             CheckpointError: files that are incomplete or do not fit each other.
         """
+        reject_unknown("option", unknown, (*LOAD_OPTIONS, "max_rows", "on_notice"))
+        if model is not None and not isinstance(model, str | Path):
+            raise InputError(f"model must be a name or a folder, got {type(model).__name__}", field="model")
+        chosen = pick_device(device)
+        chosen_dtype = as_dtype(dtype, chosen)
+        rows = (8 if chosen.type == "cpu" else 16) if max_rows is None else max_rows
+        if not isinstance(rows, int) or rows < 1:
+            raise InputError(f"max_rows must be a whole number of at least 1, got {rows!r}", field="max_rows")
         notice = on_notice or _to_stderr
         if model is None:
             notice("no model named: using the bundled demo model (random values: sound, not words)")
         folder = hub.resolve(model, revision=revision, offline=offline)
-        chosen = pick_device(device)
-        if max_rows is not None and max_rows < 1:
-            raise InputError(f"max_rows must be at least 1, got {max_rows}", field="max_rows")
-        rows = max_rows or (8 if chosen.type == "cpu" else 16)
         is_hub = model is not None and not Path(model).expanduser().is_dir()
-        return cls(folder, device=chosen, dtype=pick_dtype(dtype, chosen), max_rows=rows, is_hub=is_hub, notice=notice)
+        return cls(folder, device=chosen, dtype=chosen_dtype, max_rows=rows, is_hub=is_hub, notice=notice)
 
     @property
     def kind(self) -> str:
@@ -142,7 +150,7 @@ class TTS:
     @property
     def speakers(self) -> list[str]:
         """Preset speakers, in the model's order."""
-        return list(self.config.talker.spk_id)
+        return list(self._voices.speakers)
 
     @property
     def languages(self) -> list[str]:
@@ -150,60 +158,66 @@ class TTS:
 
     # -- speaking ------------------------------------------------------------------------------------------------
 
-    def generate(self, text: str, *, split: bool = True, seed: int | None = None, **options: Any) -> Speech:
+    def generate(self, text: str, **options: Any) -> Speech:
         """Speaks a text and waits for all of it.
 
         Args:
             text: any length; cut at sentences where it is long, all pieces in one voice and with one seed.
-            split: False keeps the text in one piece whatever its length.
-            seed: same seed, same speech, in any company; None draws one, which the result names.
-            options: see `request`.
+            options: see `request`; and `split`, which if False keeps the text as it is, in one piece.
 
         Raises:
             InputError, NotFoundError: something in the request cannot be used; `field` names it.
             RunawayError: the speech did not end by itself, also not on other seeds.
         """
-        requests = self._pieces(text, split, self.request(text, seed=seed, **options))
-        return joined([request.text for request in requests], self._speak(requests, on_error="raise"))
+        result = self._speak([self._pieces(text, **options)])[0]
+        if isinstance(result, SottovoceError):
+            raise result
+        return result
 
-    def stream(self, text: str, *, split: bool = True, seed: int | None = None, **options: Any) -> Iterator[AudioChunk]:
+    def stream(self, text: str, *, ahead_s: float | None = None, **options: Any) -> Iterator[AudioChunk]:
         """Speaks a text and gives its audio while it comes. Closing the iterator cancels the rest.
 
-        The joined chunks are the samples that `generate` gives with the same seed. Audio that has left cannot be taken
-        back: a runaway is not repeated, the last chunk's finish reason is then "length".
+        The joined chunks are the samples that `generate` gives with the same seed, which the last chunk names. Audio
+        that has left cannot be taken back: a runaway is not repeated, its finish reason is then "length".
+
+        Args:
+            text, options: as for `generate`. What cannot be used is an error at the call, not at the first chunk.
+            ahead_s: how many seconds the audio may be ahead of a listener who hears it from the first chunk on, before
+                others go first; None takes all speed there is.
         """
-        requests = self._pieces(text, split, self.request(text, seed=seed, **options))
-        plans = [self._plan(request) for request in requests]  # errors now, not at the first chunk
-        return self._stream(requests, plans)
+        if ahead_s is not None and not (isinstance(ahead_s, int | float) and ahead_s > 0):
+            raise InputError(f"ahead_s must be a number above 0 or None, got {ahead_s!r}", field="ahead_s")
+        pieces = self._pieces(text, **options)
+        return streamed(self._prepare(pieces[0]), pieces, self._prepare, ahead_s)
 
     def batch(
         self,
-        items: Sequence[str | Request | Mapping[str, Any]],
+        items: Iterable[Item],
         *,
         on_error: Literal["raise", "return"] = "raise",
         **defaults: Any,
     ) -> list[Speech | SottovoceError]:
-        """Speaks many texts at once; results in the order of the items.
+        """Speaks many texts at once; results in the order of the items, each as `generate` would give it.
 
         Args:
-            items: texts, requests, or mappings of "text" and options (see `request`) that override `defaults`.
+            items: texts, requests, or mappings of "text" and options (see `generate`) that override `defaults`.
             on_error: "return" puts the error in the place of its item; "raise" raises the first one, after all items
                 have ended. The good items always finish.
         """
         if on_error not in ("raise", "return"):
             raise InputError(f"on_error must be 'raise' or 'return', got {on_error!r}", field="on_error")
-        requests: list[Request | SottovoceError] = []
+        if isinstance(items, str | Mapping | Request):
+            raise InputError(f"items must be a list of texts or requests, got a {type(items).__name__}", field="items")
+        reject_unknown("option", defaults, OPTIONS)
+        checked: list[list[Request] | SottovoceError] = []
         for item in items:
             try:
-                requests.append(self._item(item, defaults))
+                checked.append(self._item(item, defaults))
             except SottovoceError as error:
-                requests.append(error)
-        good = [request for request in requests if isinstance(request, Request)]
-        spoken = iter(self._speak(good, on_error="return"))
-        results: list[Speech | SottovoceError] = []
-        for index, request in enumerate(requests):
-            result = next(spoken) if isinstance(request, Request) else request
-            results.append(about_item(result, index) if isinstance(result, SottovoceError) else result)
+                checked.append(error)
+        spoken = iter(self._speak([pieces for pieces in checked if isinstance(pieces, list)]))
+        results = [next(spoken) if isinstance(entry, list) else entry for entry in checked]
+        results = [about_item(r, i) if isinstance(r, SottovoceError) else r for i, r in enumerate(results)]
         if on_error == "raise":
             for result in results:
                 if isinstance(result, SottovoceError):
@@ -214,7 +228,7 @@ class TTS:
         self,
         text: str,
         *,
-        language: str = "auto",
+        language: str | None = "auto",
         voice: Voice | str | Path | None = None,
         instruct: str | None = None,
         sampling: Sampling | None = None,
@@ -232,15 +246,15 @@ class TTS:
             voice: a Voice, a preset speaker's name, or a voice file.
             instruct: how to say it, or what the voice is like.
             sampling: how codes are drawn; None is the published way.
-            seed: overrides the sampling's seed.
+            seed: same seed, same speech, in any company; overrides the sampling's. None draws one, which the result
+                names.
             max_frames: the most frames of 80 ms for each piece; None allows generously for the text.
             is_streaming_text: see `types.Request`.
             retries: how often a runaway is repeated on another seed.
         """
-        known = ["split", *(f.name for f in fields(Request)), "seed"]
-        reject_unknown("option", unknown, known)
-        sampling = sampling or Sampling()
-        if seed is not None:
+        reject_unknown("option", unknown, OPTIONS)
+        sampling = Sampling() if sampling is None else sampling
+        if seed is not None and isinstance(sampling, Sampling):
             sampling = sampling.with_(seed=seed)
         return Request(
             text=text,
@@ -257,24 +271,7 @@ class TTS:
 
     def voice(self, voice: Voice | str | Path | None) -> Voice | None:
         """A Voice from a preset speaker's name or a voice file. None is the first preset speaker, with a notice."""
-        if isinstance(voice, Voice):
-            return voice
-        if voice is None:
-            if self.kind != "custom_voice" or not self.speakers:
-                return None
-            self._notice(f"no voice named: speaking as {self.speakers[0]!r} (speakers: {', '.join(self.speakers)})")
-            return Voice(speaker=self.speakers[0])
-        if str(voice).lower() in (name.lower() for name in self.speakers):
-            return Voice(speaker=str(voice))
-        if Path(voice).is_file() or Path(voice).suffix == ".safetensors":
-            return Voice.load(voice)
-        if not self.speakers:
-            raise NotFoundError(
-                f"no voice file {str(voice)!r}, and a {self.kind} model has no preset speakers", field="voice"
-            )
-        known = ", ".join(self.speakers)
-        hint = nearest(str(voice).lower(), self.speakers)
-        raise NotFoundError(f"no speaker or voice file {str(voice)!r}{hint}; speakers: {known}", field="voice")
+        return self._voices.pick(voice)
 
     def make_voice(
         self,
@@ -288,179 +285,93 @@ class TTS:
         """Makes a voice from a recording of a few seconds, once; save it, and no encoder is needed again. Base models.
 
         Args:
-            ref_audio: a file, bytes, base64, or (samples, rate).
+            ref_audio: a file, bytes, base64, or (samples, rate), of at most 60 s.
             ref_text: what is said in it, word for word: a closer clone. Without it only the speaker vector is used.
             language: spoken there.
             consent: a note on whose voice it is and that they agreed.
             field: how errors call the recording.
         """
-        if self.kind != "base":
-            raise InputError(f"making a voice from a recording needs a Base model; this is {self.kind}", field="model")
-        samples = read_audio(ref_audio, sample_rate=SAMPLE_RATE, field=field)
-        if ref_text is not None:
-            ref_text = normalize_text(ref_text)
-            if not is_speakable(ref_text):
-                raise InputError("ref_text has no words; give the transcript, or leave it out", field="ref_text")
-            warn_of_transcript(ref_text, len(samples) / SAMPLE_RATE)
-        return Voice(
-            x_vector=speaker_vector(self._speaker_encoder, samples),
-            ref_codes=None if ref_text is None else self._encode(samples),
-            ref_text=ref_text,
-            language=language,
-            consent=consent,
-            model=self.folder.name,
-        )
+        self._check_open()
+        return self._voices.make(ref_audio, ref_text, language, consent, field)
 
     def encode(self, audio: AudioInput, *, field: str = "audio") -> np.ndarray:
         """Codes int64 [T, 16] of a recording."""
-        return self._encode(read_audio(audio, sample_rate=SAMPLE_RATE, field=field))
+        self._check_open()
+        return self._codec.encode(audio, field=field)
 
     def decode(self, codes: np.ndarray, *, mode: DecodeMode = "exact") -> np.ndarray:
         """Samples float32 [T * 1920] of codes [T, 16]; `mode` as in `codec.Codec.decode_stream`."""
-        return decode_codes(self._codec, codes, mode)
+        self._check_open()
+        return self._codec.decode(codes, mode=mode)
 
-    def close(self) -> None:
-        """Finishes what is under way, refuses anything new, and gives all memory back."""
-        driver = self.__dict__.get("_driver")
+    def close(self, *, drain: bool = True) -> None:
+        """Refuses anything new, finishes what is under way (`drain` False: ends it with an error), and gives all memory
+        back."""
+        driver = self._driver
         if driver is None:
             return
-        driver.close()
-        for name in ("_driver", "_codec", "_speaker_encoder", "_encoder"):
-            self.__dict__.pop(name, None)
+        driver.close(drain=drain)
+        self._driver = None
+        self._finalizer.detach()
+        self._voices.close()
+        self._codec.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def __enter__(self) -> TTS:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self.close(drain=kind is None)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _audio_stage(self, dtype: torch.dtype, max_slots: int) -> AudioStage:
-        def decoder(dtype: torch.dtype) -> SlotDecoder:
-            codec = load_codec(self.folder, device=self.device, dtype=dtype, parts=("decoder",))
-            codec.freeze_codebooks()
-            return slot_decoder(codec.decoder, max_slots)
+    def _check_open(self) -> Driver:
+        if self._driver is None:
+            raise SottovoceError("this model is closed; load it again to go on")
+        return self._driver
 
-        is_exact = dtype == torch.float32
-        return AudioStage(decoder(dtype), None if is_exact else lambda: decoder(torch.float32))
-
-    @cached_property
-    def _codec(self) -> CodecModel:
-        """For `decode`: the engine's decoder knows streams only."""
-        codec = load_codec(self.folder, device=self.device, parts=("decoder",))
-        codec.freeze_codebooks()
-        return codec
-
-    @cached_property
-    def _encoder(self) -> CodecModel:
-        codec = load_codec(self.folder, device=self.device, parts=("encoder",))
-        codec.freeze_codebooks()
-        return codec
-
-    @cached_property
-    def _speaker_encoder(self) -> SpeakerEncoder:
-        return load_network(self.folder, device=self.device, parts=("speaker_encoder",)).speaker_encoder
-
-    def _encode(self, samples: np.ndarray) -> np.ndarray:
-        return self._encoder.encode([samples])[0].T.cpu().numpy()
-
-    def _item(self, item: str | Request | Mapping[str, Any], defaults: Mapping[str, Any]) -> Request:
+    def _item(self, item: Item, defaults: Mapping[str, Any]) -> list[Request]:
         if isinstance(item, Request):
-            return item
-        options = {**defaults, **({"text": item} if isinstance(item, str) else item)}
-        if "text" not in options:
+            return self._pieces(**{f.name: getattr(item, f.name) for f in fields(Request)})
+        if isinstance(item, str):
+            item = {"text": item}
+        if not isinstance(item, Mapping):
+            raise InputError(f"an item is a text, a mapping or a Request, not a {type(item).__name__}", field="items")
+        reject_unknown("option", item, OPTIONS)
+        if "text" not in item:
             raise InputError("an item needs a text", field="text")
-        return self.request(**options)
+        return self._pieces(**{**defaults, **item})
 
-    def _pieces(self, text: str, split: bool, request: Request) -> list[Request]:
+    def _pieces(self, text: str, *, split: bool = True, **options: Any) -> list[Request]:
         """One request a piece of the text, all with one seed, which is drawn here if none was given."""
+        request = self.request(text, **options)
         if request.sampling.seed is None:
             request = replace(request, sampling=request.sampling.with_(seed=secrets.randbits(62)))
         texts = split_text(text, request.language) if split else [text]
         return [replace(request, text=piece) for piece in texts or [text]]
 
-    def _plan(self, request: Request) -> PromptPlan:
+    def _prepare(self, request: Request) -> Prepared:
         if not is_speakable(request.text):
             raise InputError("text has nothing to say: no letter and no digit in it", field="text")
-        return build_prompt(self.config, self._tokenizer, request)
-
-    def _submit(self, request: Request, plan: PromptPlan, seed: int, ahead_s: float | None = None) -> Handle:
+        driver = self._check_open()
+        plan = build_prompt(self.config, self._tokenizer, request)
         max_frames = request.max_frames or budget_frames(request.text)
-        return self._open_driver.submit(
-            plan=plan, sampling=request.sampling, seed=seed, max_frames=max_frames, ahead_s=ahead_s
-        )
+        start = partial(driver.submit, plan=plan, sampling=request.sampling, max_frames=max_frames)
+        return Prepared(request, len(plan), start)
 
-    def _attempt(self, request: Request) -> Attempt:
-        plan = self._plan(request)
-        return Attempt(request, len(plan), lambda seed: self._submit(request, plan, seed), self.backends)
+    def _speak(self, items: list[list[Request]]) -> list[Speech | SottovoceError]:
+        self._check_open()
+        return Company(items, self._prepare, self.backends).speak(self._max_under_way)
 
-    @property
-    def _open_driver(self) -> Driver:
-        driver = self.__dict__.get("_driver")
-        if driver is None:
-            raise SottovoceError("this model is closed; load it again to go on")
-        return driver
 
-    def _speak(self, requests: Sequence[Request], on_error: str) -> list[Speech | SottovoceError]:
-        """Speaks all, as many at once as fit twice over, so that rows never wait for prompts to be built."""
-        results: list[Speech | SottovoceError | None] = [None] * len(requests)
-        window = 2 * self._open_driver.engine.capacity.max_rows
-        under_way: deque[tuple[int, Attempt]] = deque()
-        coming = iter(enumerate(requests))
-        while True:
-            while len(under_way) < window and (entry := next(coming, None)) is not None:
-                index, request = entry
-                try:
-                    under_way.append((index, self._attempt(request)))
-                except SottovoceError as error:
-                    results[index] = error
-            if not under_way:
-                break
-            index, attempt = under_way.popleft()
-            try:
-                results[index] = attempt.result()
-            except SottovoceError as error:
-                results[index] = error
-            except BaseException:
-                for _, other in under_way:
-                    other.handle.cancel()
-                raise
-            if on_error == "raise" and isinstance(results[index], SottovoceError):
-                for _, other in under_way:
-                    other.handle.cancel()
-                break
-        for result in results:
-            if on_error == "raise" and isinstance(result, SottovoceError):
-                raise result
-        return results
+def _audio_stage(folder: Path, device: torch.device, dtype: torch.dtype, max_slots: int) -> AudioStage:
+    def decoder(dtype: torch.dtype) -> SlotDecoder:
+        codec = load_codec(folder, device=device, dtype=dtype, parts=("decoder",))
+        codec.freeze_codebooks()
+        return slot_decoder(codec.decoder, max_slots)
 
-    def _stream(self, requests: list[Request], plans: list[PromptPlan]) -> Iterator[AudioChunk]:
-        joiner = Joiner(SAMPLE_RATE) if len(requests) > 1 else None
-        num_tokens = num_frames = 0
-        is_cut = False
-        for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
-            num_tokens += len(plan)
-            handle = self._submit(request, plan, request.sampling.seed)
-            try:
-                for event in handle:
-                    num_frames += len(event.codes)
-                    is_over = event.finish_reason is not None
-                    is_cut |= event.finish_reason == "length"
-                    is_last = is_over and index + 1 == len(requests)
-                    samples = event.samples if joiner is None else joiner.feed(event.samples)
-                    if joiner is not None and is_over:
-                        rest = joiner.finish() if is_last else joiner.end_segment(pause_after_s(request.text))
-                        samples = np.concatenate((samples, rest))
-                    if is_last:
-                        usage = Usage(num_tokens, num_frames)
-                        yield AudioChunk(samples, SAMPLE_RATE, event.codes, "length" if is_cut else "stop", usage)
-                    elif len(samples):
-                        yield AudioChunk(samples, SAMPLE_RATE, event.codes)
-            finally:
-                handle.cancel()
+    return AudioStage(decoder(dtype), None if dtype == torch.float32 else lambda: decoder(torch.float32))
 
 
 def _to_stderr(notice: str) -> None:

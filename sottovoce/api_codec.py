@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,18 +14,24 @@ from sottovoce import hub
 from sottovoce.audio.io import AudioInput, read_audio
 from sottovoce.codec.codec import Codec as CodecModel
 from sottovoce.codec.codec import DecodeMode
-from sottovoce.memory.probe import pick_device, pick_dtype
+from sottovoce.config import CodecConfig
+from sottovoce.memory.probe import dtype_name, pick_device, pick_dtype
 from sottovoce.model.weights import load_codec
-from sottovoce.types import SAMPLE_RATE, InputError
+from sottovoce.types import SAMPLE_RATE, InputError, SottovoceError, reject_unknown
+
+LOAD_OPTIONS = ("revision", "offline", "device", "dtype")
 
 
 class Codec:
-    """The codec alone: recordings to codes and back. Loads only the half that is used."""
+    """The codec alone: recordings to codes and back. Loads only the half that is used, at its first use."""
 
     sample_rate = SAMPLE_RATE
 
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.folder, self.device, self.dtype = folder, device, dtype
+        self._lock = threading.Lock()
+        self._parts: dict[str, CodecModel] = {}
+        self._is_closed = False
 
     @classmethod
     def from_pretrained(
@@ -32,39 +40,53 @@ class Codec:
         *,
         revision: str | None = None,
         offline: bool | None = None,
-        device: str | None = None,
-        dtype: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        **unknown: Any,
     ) -> Codec:
-        """Opens the codec of a model or the codec's own folder; None is the demo model's. `dtype` is the decoder's,
-        encoding is always done in float32."""
-        folder = hub.resolve(model, revision=revision, offline=offline)
+        """Opens the codec of a model, or the codec's own folder or hub id; None is the demo model's.
+
+        `dtype` is the decoder's, None is float32; encoding is always done in float32. Raises NotFoundError, InputError
+        or CheckpointError.
+        """
+        reject_unknown("option", unknown, LOAD_OPTIONS)
         chosen = pick_device(device)
-        return cls(folder, device=chosen, dtype=torch.float32 if dtype is None else pick_dtype(dtype, chosen))
+        folder = hub.resolve(model, revision=revision, offline=offline)
+        return cls(folder, device=chosen, dtype=as_dtype(dtype, chosen) if dtype is not None else torch.float32)
 
     @cached_property
-    def _encoder(self) -> CodecModel:
-        codec = load_codec(self.folder, device=self.device, parts=("encoder",))
-        codec.freeze_codebooks()
-        return codec
-
-    @cached_property
-    def _decoder(self) -> CodecModel:
-        codec = load_codec(self.folder, device=self.device, dtype=self.dtype, parts=("decoder",))
-        codec.freeze_codebooks()
-        return codec
+    def config(self) -> CodecConfig:
+        """Rates and sizes, as the checkpoint has them."""
+        inner = self.folder / "speech_tokenizer"
+        return CodecConfig.from_folder(inner if inner.is_dir() else self.folder)
 
     def encode(self, audio: AudioInput, *, field: str = "audio") -> np.ndarray:
-        """Codes int64 [T, 16] of a recording, T = ceil(samples at 24 kHz / 1920)."""
+        """Codes int64 [T, 16] of a recording, T = ceil(samples at 24 kHz / 1920).
+
+        Args:
+            audio: a file, bytes, base64, or (samples, rate).
+            field: how errors call it.
+        """
         samples = read_audio(audio, sample_rate=SAMPLE_RATE, field=field)
-        return self._encoder.encode([samples])[0].T.cpu().numpy()
+        return self._part("encoder").encode([samples])[0].T.cpu().numpy()
 
     def decode(self, codes: np.ndarray, *, mode: DecodeMode = "exact") -> np.ndarray:
-        """Samples float32 [T * 1920] of codes [T, 16]."""
-        return decode_codes(self._decoder, codes, mode)
+        """Samples float32 [T * 1920] of codes [T, 16]; `mode` as in `codec.Codec.decode_stream`."""
+        try:
+            codes = np.asarray(codes)
+        except ValueError as error:  # rows of unequal length
+            raise InputError(f"codes must be one array [frames, 16]: {error}", field="codes") from error
+        if codes.ndim != 2 or codes.dtype.kind not in "iu":
+            raise InputError(
+                f"codes must be whole numbers [frames, 16], got {codes.dtype} {list(codes.shape)}", field="codes"
+            )
+        rows = torch.from_numpy(codes.astype(np.int64)).T[None]  # [1, K, T]
+        return self._part("decoder").decode(rows, mode)[0].cpu().numpy()
 
     def close(self) -> None:
-        for name in ("_encoder", "_decoder"):
-            self.__dict__.pop(name, None)
+        """Refuses further work and gives the memory back."""
+        self._is_closed = True
+        self._parts.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -74,12 +96,18 @@ class Codec:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _part(self, name: Literal["encoder", "decoder"]) -> CodecModel:
+        with self._lock:  # one copy, however many threads ask
+            if self._is_closed:
+                raise SottovoceError("this codec is closed; open it again to go on")
+            if name not in self._parts:
+                dtype = torch.float32 if name == "encoder" else self.dtype
+                codec = load_codec(self.folder, device=self.device, dtype=dtype, parts=(name,))
+                codec.freeze_codebooks()
+                self._parts[name] = codec
+            return self._parts[name]
 
-def decode_codes(codec: CodecModel, codes: np.ndarray, mode: DecodeMode) -> np.ndarray:
-    """Samples float32 [T * 1920] of codes [T, 16]. Raises InputError for anything else."""
-    codes = np.asarray(codes)
-    if codes.ndim != 2 or codes.dtype.kind not in "iu":
-        raise InputError(
-            f"codes must be whole numbers [frames, 16], got {codes.dtype} {list(codes.shape)}", field="codes"
-        )
-    return codec.decode(torch.from_numpy(codes.astype(np.int64)).T[None], mode)[0].cpu().numpy()
+
+def as_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """As `pick_dtype`, and torch's own names for it."""
+    return pick_dtype(dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype, device)

@@ -1,84 +1,201 @@
-"""One request to the end: repeated on another seed when the speech runs away, and pieces joined to one speech.
+"""Texts to the end: their pieces spoken side by side, repeated on another seed when they run away, and joined again.
 
-Knows how to ask (a function) and how to judge an answer; not what is asked of.
+Knows how to start a piece (a function) and how to judge what came; not what speaks, nor how a text was cut.
 """
 
 from __future__ import annotations
 
-import secrets
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
 
 import numpy as np
 
-from sottovoce.audio.join import join_segments
+from sottovoce.audio.join import Joiner, join_segments
 from sottovoce.audio.runaway import runaway_reason
 from sottovoce.engine.driver import Handle
+from sottovoce.engine.engine import Event
 from sottovoce.text.segment import pause_after_s
-from sottovoce.types import SAMPLE_RATE, Request, RunawayError, SottovoceError, Speech, Usage
+from sottovoce.types import SAMPLE_RATE, AudioChunk, Request, RunawayError, SottovoceError, Speech, Usage
 
-MIN_REF_CHARS_PER_S, MAX_REF_CHARS_PER_S = 2.0, 40.0  # outside, a transcript can hardly be that of the recording
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A checked piece of text that can be spoken on any seed.
+
+    Args:
+        request: with a seed.
+        num_prompt: prompt positions, for the usage.
+        start: speaks it, as `start(seed=, events=, ahead_s=)`; the last two are `Driver.submit`'s and optional.
+    """
+
+    request: Request
+    num_prompt: int
+    start: Callable[..., Handle]
 
 
 class Attempt:
-    """A request under way.
+    """A piece under way, its events in a queue that others may share."""
 
-    Args:
-        request: what is spoken; a random seed is drawn if it has none.
-        num_prompt: prompt positions, for the usage.
-        submit: starts it with a seed.
-        backends: what computes it, for the result.
-    """
+    def __init__(self, piece: Prepared, events: SimpleQueue[Event], backends: Mapping[str, str]) -> None:
+        self.piece, self.backends = piece, backends
+        self._events = events
+        self._parts: list[Event] = []
+        self._retries = 0
+        self._start()
 
-    def __init__(
-        self, request: Request, num_prompt: int, submit: Callable[[int], Handle], backends: Mapping[str, str]
-    ) -> None:
-        self.request, self.num_prompt, self.backends = request, num_prompt, backends
-        self._submit = submit
-        seed = request.sampling.seed
-        self.seed = secrets.randbits(62) if seed is None else seed
-        self.handle = submit(self.seed)
+    @property
+    def seed(self) -> int:
+        return (self.piece.request.sampling.seed + self._retries) % 2**63
 
-    def result(self) -> Speech:
-        """Waits for the speech. Raises RunawayError if it does not end by itself on any seed, or what else ended it."""
-        first_seed = self.seed
-        for retries in range(self.request.retries + 1):
-            events = list(self.handle)
-            samples = np.concatenate([event.samples for event in events])
-            codes = np.concatenate([event.codes for event in events])
-            reason = events[-1].finish_reason
-            wrong = None
-            # A limit that the user set is meant; only our own budget makes an endless speech a fault.
-            if reason == "length" and self.request.max_frames is None:
-                wrong = runaway_reason(samples, codes)
-            if wrong is None:
-                usage = Usage(self.num_prompt, len(codes), retries)
-                return Speech(samples, codes, reason, usage, self.seed, SAMPLE_RATE, self.backends)
-            if retries < self.request.retries:
-                self.seed = (first_seed + retries + 1) % 2**62
-                self.handle = self._submit(self.seed)
-        text = self.request.text[:40]
+    def _start(self) -> None:
+        self._parts.clear()
+        self.handle = self.piece.start(seed=self.seed, events=self._events)
+
+    def take(self, event: Event) -> Speech | None:
+        """Takes the next event of `handle`; gives the speech if that was all. After a runaway there is a new handle.
+
+        Raises RunawayError if the speech did not end by itself on any seed, or what else ended it.
+        """
+        if event.error is not None:
+            raise event.error
+        self._parts.append(event)
+        if event.finish_reason is None:
+            return None
+        request = self.piece.request
+        samples = np.concatenate([part.samples for part in self._parts])
+        codes = np.concatenate([part.codes for part in self._parts])
+        # A limit that the user set is meant; only our own budget makes an endless speech a fault.
+        is_endless = event.finish_reason == "length" and request.max_frames is None
+        wrong = runaway_reason(samples, codes) if is_endless else None
+        if wrong is None:
+            usage = Usage(self.piece.num_prompt, len(codes), self._retries)
+            return Speech(samples, codes, event.finish_reason, usage, self.seed, SAMPLE_RATE, self.backends)
+        if self._retries < request.retries:
+            self._retries += 1
+            self._start()
+            return None
         raise RunawayError(
-            f"the speech of {text!r} did not end by itself in {len(codes)} frames and closed with {wrong}, on "
-            f"{self.request.retries + 1} seeds; try another seed, a shorter text or a lower temperature",
+            f"the speech of {request.text[:40]!r} did not end by itself in {len(codes)} frames and closed with "
+            f"{wrong}, on {self._retries + 1} seeds; try another seed, a shorter text or a lower temperature, or set "
+            "max_frames to take what there is",
             field="text",
         )
 
 
-def joined(texts: list[str], speeches: list[Speech]) -> Speech:
-    """One speech of the pieces `texts`, with pauses that suit them. One piece is left as it is."""
+class Company:
+    """Items spoken at the same time, each in one or more pieces. An item's error ends that item alone.
+
+    Args:
+        items: their pieces.
+        prepare: checks a piece. It is called when the piece's turn comes, so that prompts do not pile up.
+        backends: what computes it, for the results.
+    """
+
+    def __init__(
+        self, items: Sequence[Sequence[Request]], prepare: Callable[[Request], Prepared], backends: Mapping[str, str]
+    ) -> None:
+        self._items, self._prepare, self._backends = items, prepare, backends
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._speeches: list[list[Speech | None]] = [[None] * len(pieces) for pieces in items]
+        self._results: list[Speech | SottovoceError | None] = [None] * len(items)
+        self._under_way: dict[Hashable, tuple[int, int, Attempt]] = {}
+
+    def speak(self, max_under_way: int) -> list[Speech | SottovoceError]:
+        """Speaks all and gives the results in the order of the items. Whatever ends it early cancels the rest."""
+        coming = ((item, piece) for item, pieces in enumerate(self._items) for piece in range(len(pieces)))
+        try:
+            while True:
+                while len(self._under_way) < max_under_way and (place := next(coming, None)) is not None:
+                    self._begin(*place)
+                if not self._under_way:
+                    return self._results
+                event = self._events.get()
+                if event.id in self._under_way:  # else news of a piece that was cancelled
+                    self._take(event)
+        finally:
+            for _, _, attempt in self._under_way.values():
+                attempt.handle.cancel()
+
+    def _begin(self, item: int, piece: int) -> None:
+        if self._results[item] is not None:
+            return  # another of its pieces has failed
+        try:
+            prepared = self._prepare(self._items[item][piece])
+            attempt = Attempt(prepared, self._events, self._backends)
+        except SottovoceError as error:
+            self._fail(item, error)
+            return
+        self._under_way[attempt.handle.id] = item, piece, attempt
+
+    def _take(self, event: Event) -> None:
+        item, piece, attempt = self._under_way.pop(event.id)
+        try:
+            speech = attempt.take(event)
+        except SottovoceError as error:
+            self._fail(item, error)
+            return
+        if speech is None:
+            self._under_way[attempt.handle.id] = item, piece, attempt
+            return
+        speeches = self._speeches[item]
+        speeches[piece] = speech
+        if None not in speeches:
+            self._results[item] = joined(self._items[item], speeches)
+            speeches.clear()
+
+    def _fail(self, item: int, error: SottovoceError) -> None:
+        self._results[item] = error
+        self._speeches[item].clear()
+        for key in [key for key, (other, _, _) in self._under_way.items() if other == item]:
+            self._under_way.pop(key)[2].handle.cancel()
+
+
+def joined(pieces: Sequence[Request], speeches: Sequence[Speech]) -> Speech:
+    """One speech of all pieces, with pauses that suit them, under the seed that was asked for. One piece is left as
+    it is."""
     if len(speeches) == 1:
         return speeches[0]
-    first = speeches[0]
     usage = Usage(
         sum(s.usage.input_tokens for s in speeches),
         sum(s.usage.output_frames for s in speeches),
         sum(s.usage.retries for s in speeches),
     )
-    samples = join_segments([s.samples for s in speeches], SAMPLE_RATE, [pause_after_s(text) for text in texts])
+    pauses = [pause_after_s(piece.text) for piece in pieces]
+    samples = join_segments([s.samples for s in speeches], SAMPLE_RATE, pauses)
     codes = np.concatenate([s.codes for s in speeches])
     reason = "length" if any(s.finish_reason == "length" for s in speeches) else "stop"
-    return Speech(samples, codes, reason, usage, first.seed, SAMPLE_RATE, first.backends)
+    return Speech(samples, codes, reason, usage, pieces[0].sampling.seed, SAMPLE_RATE, speeches[0].backends)
+
+
+def streamed(
+    first: Prepared, pieces: Sequence[Request], prepare: Callable[[Request], Prepared], ahead_s: float | None
+) -> Iterator[AudioChunk]:
+    """The audio of `joined` while it comes, a piece after the other. `first` is the first of `pieces`, prepared."""
+    joiner = Joiner(SAMPLE_RATE) if len(pieces) > 1 else None
+    num_tokens = num_frames = 0
+    is_cut = False
+    for index, request in enumerate(pieces):
+        piece = prepare(request) if index else first
+        num_tokens += piece.num_prompt
+        handle = piece.start(seed=request.sampling.seed, ahead_s=ahead_s)
+        try:
+            for event in handle:
+                num_frames += len(event.codes)
+                is_over = event.finish_reason is not None
+                is_cut |= event.finish_reason == "length"
+                is_last = is_over and index + 1 == len(pieces)
+                samples = event.samples if joiner is None else joiner.feed(event.samples)
+                if joiner is not None and is_over:
+                    rest = joiner.finish() if is_last else joiner.end_segment(pause_after_s(request.text))
+                    samples = np.concatenate((samples, rest))
+                if is_last:
+                    usage, reason = Usage(num_tokens, num_frames), "length" if is_cut else "stop"
+                    yield AudioChunk(samples, SAMPLE_RATE, event.codes, reason, usage, request.sampling.seed)
+                elif len(samples) or len(event.codes):
+                    yield AudioChunk(samples, SAMPLE_RATE, event.codes)
+        finally:
+            handle.cancel()
 
 
 def about_item(error: SottovoceError, index: int) -> SottovoceError:
@@ -86,14 +203,3 @@ def about_item(error: SottovoceError, index: int) -> SottovoceError:
     named = type(error)(f"item {index}: {error}", field=error.field)
     named.__cause__ = error.__cause__
     return named
-
-
-def warn_of_transcript(ref_text: str, duration_s: float) -> None:
-    """Warns when a transcript cannot be that of a recording of this length."""
-    rate = len(ref_text) / duration_s
-    if not MIN_REF_CHARS_PER_S <= rate <= MAX_REF_CHARS_PER_S:
-        warnings.warn(
-            f"ref_text has {len(ref_text)} characters for {duration_s:.1f} s of recording: if it is not what is said "
-            "there, word for word, the clone will be garbled",
-            stacklevel=3,
-        )

@@ -11,6 +11,7 @@ import io
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,6 +72,15 @@ def reject_unknown(kind: str, given: Iterable[str], known: Iterable[str]) -> Non
             )
 
 
+def _expect(owner: object, kind: type, wanted: str, *names: str, is_optional: bool = False) -> None:
+    """Raises InputError for the first attribute of `owner` that is of another kind. A bool is no number."""
+    for name in names:
+        value = getattr(owner, name)
+        is_right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not is_right and not (is_optional and value is None):
+            raise InputError(f"{name} must be {wanted}, got {type(value).__name__}", field=name)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How codes are drawn. Defaults are the published generation_config.json.
@@ -93,16 +103,26 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "subtalker_temperature", "repetition_penalty"):
-            value = getattr(self, name)
-            if not value > 0 or not np.isfinite(value):
-                raise InputError(f"{name} must be a finite number above 0, got {value!r}", field=name)
-        for name in ("top_p", "subtalker_top_p"):
+        factors = ("temperature", "subtalker_temperature", "repetition_penalty")
+        shares = ("top_p", "subtalker_top_p")
+        counts = ("top_k", "subtalker_top_k", "min_new_frames")
+        _expect(self, Real, "a number", *factors, *shares)
+        _expect(self, Integral, "a whole number", *counts)
+        _expect(self, Integral, "a whole number", "seed", is_optional=True)
+        _expect(self, bool, "true or false", "do_sample", "subtalker_do_sample")
+        for name in factors:
+            # Far smaller ones would turn logits into infinities and NaN. Zero is how some ask for greedy decoding.
+            if not 1e-3 <= getattr(self, name) < np.inf:
+                advice = "; do_sample=False takes the likeliest code" if getattr(self, name) == 0 else ""
+                raise InputError(
+                    f"{name} must be a finite number of at least 0.001, got {getattr(self, name)!r}{advice}", field=name
+                )
+        for name in shares:
             if not 0 < getattr(self, name) <= 1:
                 raise InputError(f"{name} must be above 0 and at most 1, got {getattr(self, name)!r}", field=name)
-        for name in ("top_k", "subtalker_top_k", "min_new_frames"):
-            if getattr(self, name) < 0:
-                raise InputError(f"{name} must not be negative, got {getattr(self, name)!r}", field=name)
+        for name in counts:
+            if not 0 <= getattr(self, name) < 2**31:
+                raise InputError(f"{name} must be from 0 to 2**31 - 1, got {getattr(self, name)!r}", field=name)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise InputError(f"seed must be between 0 and 2**63 - 1, got {self.seed!r}", field="seed")
 
@@ -191,7 +211,14 @@ class Voice:
                 arrays = {k: file.get_tensor(k) for k in file.keys() if k in ("x_vector", "ref_codes")}  # noqa: SIM118
         except SafetensorError as error:
             raise InputError(f"{str(path)!r} is not a voice file: {error}", field="voice") from error
-        return cls(**json.loads(meta["fields"]), **arrays)
+        known = {f.name for f in fields(cls)}
+        values = json.loads(meta.get("fields", "{}"))
+        if meta.get("version") != "1" or not known.issuperset(values):
+            raise InputError(
+                f"{str(path)!r} was written by another version of this package; update it, or make the voice again",
+                field="voice",
+            )
+        return cls(**values, **arrays)
 
 
 @dataclass(frozen=True)
@@ -220,8 +247,13 @@ class Request:
     retries: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text, str):
-            raise InputError(f"text must be a string, got {type(self.text).__name__}", field="text")
+        _expect(self, str, "a string", "text", "language")
+        _expect(self, str, "a string", "instruct", is_optional=True)
+        _expect(self, Voice, "a Voice", "voice", is_optional=True)
+        _expect(self, bool, "true or false", "is_streaming_text", is_optional=True)
+        _expect(self, Integral, "a whole number", "max_frames", is_optional=True)
+        _expect(self, Integral, "a whole number", "retries")
+        _expect(self, Sampling, "a Sampling", "sampling")
         if self.max_frames is not None and self.max_frames < 1:
             raise InputError(f"max_frames must be at least 1, got {self.max_frames}", field="max_frames")
         if self.retries < 0:
@@ -243,13 +275,15 @@ class Usage:
 
 @dataclass(frozen=True, eq=False)
 class AudioChunk:
-    """A piece of a stream: float32 samples in [-1, 1], in order, without gaps. The last one has a finish reason."""
+    """A piece of a stream: float32 samples in [-1, 1], in order, without gaps. The last one has a finish reason, the
+    usage and the seed of the whole."""
 
     samples: np.ndarray
     sample_rate: int = SAMPLE_RATE
     codes: np.ndarray | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

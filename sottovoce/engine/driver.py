@@ -18,10 +18,9 @@ from sottovoce.types import SottovoceError
 class Handle:
     """One request under way: iterate over its events, or cancel it."""
 
-    def __init__(self, driver: Driver, request_id: Hashable) -> None:
+    def __init__(self, driver: Driver, request_id: Hashable, events: queue.SimpleQueue[Event]) -> None:
         self.id = request_id
-        self._driver = driver
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._driver, self._events = driver, events
         self._is_over = False
 
     def __iter__(self) -> Iterator[Event]:
@@ -41,26 +40,31 @@ class Handle:
 
 
 class Driver:
-    """The thread starts with the first request and ends with `close`."""
+    """The thread starts with the first request and ends with `close`. The engine goes with it: handles that somebody
+    still holds must not keep a model in memory."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine: Engine | None = engine
         self._numbers = itertools.count()
         self._wake = threading.Condition()
         self._calls: list[tuple[str, Hashable, dict[str, Any]]] = []
         self._handles: dict[Hashable, Handle] = {}
         self._thread: threading.Thread | None = None
         self._is_closing = False
-        self._broken: BaseException | None = None
+        self._broken: str | None = None  # what ended the thread before its time
 
-    def submit(self, **request: Any) -> Handle:
-        """Queues a request; arguments as `Engine.add` has them, without the id. Raises SottovoceError when closed."""
+    def submit(self, *, events: queue.SimpleQueue[Event] | None = None, **request: Any) -> Handle:
+        """Queues a request; arguments as `Engine.add` has them, without the id. Raises SottovoceError when closed.
+
+        `events` is a queue that several requests share, for who waits for whichever comes first: read it instead of
+        iterating over the handle. Events carry the id of theirs.
+        """
         with self._wake:
             if self._is_closing:
                 raise SottovoceError("this model is closed; load it again to go on")
             if self._broken is not None:
-                raise SottovoceError(f"the engine has stopped: {self._broken}") from self._broken
-            handle = Handle(self, next(self._numbers))
+                raise SottovoceError(self._broken)
+            handle = Handle(self, next(self._numbers), queue.SimpleQueue() if events is None else events)
             self._handles[handle.id] = handle
             self._calls.append(("add", handle.id, request))
             if self._thread is None:
@@ -76,7 +80,8 @@ class Driver:
                 self._wake.notify()
 
     def close(self, *, drain: bool = True) -> None:
-        """Refuses new requests, finishes (or cancels) those under way, and ends the thread."""
+        """Refuses new requests, finishes those under way as fast as it goes (or ends them with an error), and then the
+        thread."""
         with self._wake:
             self._is_closing = True
             if not drain:
@@ -86,7 +91,9 @@ class Driver:
                 for handle in nobody:
                     handle._events.put(Event.failed(handle.id, SottovoceError("the model was closed")))
             self._wake.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is None:
+            self.engine = None
+        elif self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:
@@ -96,17 +103,21 @@ class Driver:
                     self._deliver(event)
         except BaseException as error:  # nobody may wait for ever for a thread that is gone
             with self._wake:
-                self._broken = error
+                self._broken = f"the engine has stopped: {type(error).__name__}: {error}"
                 handles, self._handles = list(self._handles.values()), {}
             for handle in handles:
-                handle._events.put(Event.failed(handle.id, SottovoceError(f"the engine has stopped: {error}")))
-            if not isinstance(error, Exception):
-                raise
+                handle._events.put(Event.failed(handle.id, SottovoceError(self._broken)))
+            if not isinstance(error, SottovoceError):
+                raise  # a mistake of ours: its traceback goes to stderr
+        finally:
+            self.engine = None
 
     def _take_calls(self) -> bool:
         """Waits for work and hands new calls to the engine. False when there will be none any more."""
         with self._wake:
             while not self._calls:
+                if self._is_closing:
+                    self.engine.hurry()
                 if self.engine.has_work:
                     idle_s = self.engine.idle_s()
                     if not idle_s or self.engine.is_busy:

@@ -23,7 +23,14 @@ from sottovoce.engine.runner import Job, Runner
 from sottovoce.engine.scheduler import Scheduler
 from sottovoce.model.network import Network
 from sottovoce.model.prompt import PromptPlan, embed_prompt
-from sottovoce.types import NUM_CODEBOOKS, FinishReason, Sampling
+from sottovoce.types import (
+    NUM_CODEBOOKS,
+    FinishReason,
+    InputError,
+    OutOfMemoryError,
+    Sampling,
+    SottovoceError,
+)
 
 if TYPE_CHECKING:
     from sottovoce.kernels import Ops
@@ -45,11 +52,20 @@ class Event:
     samples: np.ndarray
     codes: np.ndarray
     finish_reason: FinishReason | None = None
-    error: Exception | None = None
+    error: SottovoceError | None = None
 
     @classmethod
     def failed(cls, request_id: Hashable, error: Exception) -> Event:
-        """The end of a request by an error, which loses its traceback: that would keep tensors alive."""
+        """The end of a request by an error, as one of ours. Tracebacks go: they would keep tensors alive."""
+        if not isinstance(error, SottovoceError):
+            named = f"{type(error).__name__}: {error}"
+            error.__context__ = None
+            if isinstance(error, torch.OutOfMemoryError | MemoryError):
+                ours = OutOfMemoryError(f"no memory left for this request: load with fewer max_rows ({named})")
+            else:
+                ours = SottovoceError(f"a step failed: {named}")
+            ours.__cause__ = error.with_traceback(None)
+            error = ours
         nothing = np.empty((0, NUM_CODEBOOKS), np.int64)
         return cls(request_id, np.empty(0, np.float32), nothing, error=error.with_traceback(None))
 
@@ -111,11 +127,17 @@ class Engine:
         """
         num_prompt = len(plan) - 1
         max_frames = min(max_frames, self.max_positions - num_prompt)
+        if max_frames < 1:
+            raise InputError(
+                f"the prompt takes {len(plan)} positions and there is room for {self.max_positions}: split the text, or "
+                "shorten the reference or the instruction",
+                field="text",
+            )
         prefix = page_digests(plan.row_keys()[:-1], self.capacity.page_tokens)
         row = Row(request_id, num_prompt, max_frames, prefix, ahead_s)
-        self.scheduler.add(row)
         with torch.no_grad(), self.runner.launcher.here():
             job = Job(embed_prompt(self.network, plan), sampling, seed)
+        self.scheduler.add(row)  # the last that can fail: nothing may stay behind
         self._active[request_id] = _Active(row, job)
         self._jobs[request_id] = job
         if self.audio is not None:
@@ -147,6 +169,11 @@ class Engine:
         now_s = self._clock()
         due_s = self.scheduler.next_due_s(now_s)
         return None if due_s is None else max(0.0, due_s - now_s)
+
+    def hurry(self) -> None:
+        """Nobody rests any more, however far ahead of its listener."""
+        for active in self._active.values():
+            active.row.ahead_s = None
 
     def step(self) -> list[Event]:
         """Does a step's worth of work and returns the news; waits for the device, never for time."""

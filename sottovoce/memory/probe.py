@@ -9,15 +9,20 @@ from sottovoce.types import InputError, NotFoundError, nearest
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def pick_device(name: str | None) -> torch.device:
+def pick_device(name: str | torch.device | None) -> torch.device:
     """The device of that name; None is a GPU if there is one. Raises NotFoundError if it is not here."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise NotFoundError(f"no device {name!r}; use 'cpu', 'cuda' or 'cuda:1'", field="device") from error
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+    is_here = {
+        "cpu": lambda: True,
+        "cuda": lambda: torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
+        "mps": torch.backends.mps.is_available,
+    }
+    if device.type not in is_here or not is_here[device.type]():
         raise NotFoundError(f"device {name!r} is not here; `sottovoce doctor` shows what is", field="device")
     return device
 
