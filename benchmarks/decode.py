@@ -55,7 +55,7 @@ def measure(size: str, batches: list[int], frames: int, dtype: torch.dtype, devi
             engine.step()
         torch.cuda.synchronize()
         with engine.runner.launcher.here():
-            step_s = event_time(lambda: engine.runner._decode(slots), 50)
+            step_s = event_time(lambda runner=engine.runner, slots=slots: runner._decode(slots), 50)
         rows.append(
             {
                 "size": size,
@@ -71,7 +71,7 @@ def measure(size: str, batches: list[int], frames: int, dtype: torch.dtype, devi
             }
         )
         print(rows[-1], flush=True)
-        del engine
+        engine = speak = None
         gc.collect()
         torch.cuda.empty_cache()
     return rows

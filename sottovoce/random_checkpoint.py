@@ -67,6 +67,8 @@ def write_random_checkpoint(
         target, rest = (codec_json, path[6:]) if path.startswith("codec.") else (model_json, path)
         _set(target, rest, value)
     _follow(model_json)
+    # Of a layer that the codec does not have, but the official class builds before it drops it.
+    codec_json["encoder_config"]["upsample_groups"] = codec_json["encoder_config"]["hidden_size"]
     config, codec = ModelConfig.from_dict(model_json), CodecConfig.from_dict(codec_json)
     (folder / "speech_tokenizer").mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", model_json)

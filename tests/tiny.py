@@ -54,7 +54,6 @@ CODEC = {
     "codec.encoder_config.num_attention_heads": 2,
     "codec.encoder_config.num_key_value_heads": 2,
     "codec.encoder_config.num_hidden_layers": 2,
-    "codec.encoder_config.upsample_groups": 32,
 }
 
 
