@@ -205,7 +205,7 @@ def test_attention_over_the_ring(ops, device, kv_heads):
 @pytest.fixture(scope="module")
 def decoder(device):
     config = dataclasses.replace(
-        CodecConfig.from_dict(tiny_dict()).decoder, codebook_size=16, num_quantizers=3, num_hidden_layers=2,
+        CodecConfig.from_dict(tiny_dict()).decoder, codebook_size=16, num_quantizers=3, num_hidden_layers=1,
         sliding_window=4, decoder_dim=64, upsample_rates=(2, 2), upsampling_ratios=(2, 1), num_attention_heads=2,
         num_key_value_heads=2,
     )  # fmt: skip
@@ -215,14 +215,14 @@ def decoder(device):
 
 
 # (slots, frames): alone and in company, in any order, at different positions, cut in any way
-CALLS = [([1], 1), ([0, 2, 1], 2), ([2, 1], 3)]
+CALLS = [([0, 2], 2), ([1], 1), ([2, 1], 3)]
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_decoder_equals_the_plain_one(ops, device, decoder, is_fused):
     fast = FastDecoder(decoder, 3, torch.float32, max_frames=3, pass_frames=4, is_fused=is_fused)
     plain = PlainSlotDecoder(decoder, 3)
-    for slots, frames in CALLS[: 3 if is_fused else 2]:
+    for slots, frames in CALLS[: 3 if is_fused else 1]:
         slots, codes = torch.tensor(slots, device=device), torch.randint(0, 16, (len(slots), frames, 3), device=device)
         expected = plain.decode(slots, codes)
         assert expected.std() > 0.01 and expected.abs().max() < 1
