@@ -56,7 +56,7 @@ Item = str | Request | Mapping[str, Any]
 PAGE_TOKENS = 16
 ROW_TOKENS = 1024  # KV positions a row gets on average: 80 s of speech; long requests take from the others
 MIN_TOKENS = 10240  # one request must be able to run to the published budget of 8,192 frames
-OPTIONS = (*(f.name for f in fields(Request)), "seed", "split")
+OPTIONS = (*(f.name for kind in (Request, Sampling) for f in fields(kind)), "split")
 
 
 class TTS:
@@ -236,7 +236,7 @@ class TTS:
         max_frames: int | None = None,
         is_streaming_text: bool | None = None,
         retries: int = 1,
-        **unknown: Any,
+        **changes: Any,
     ) -> Request:
         """A checked Request from what users write.
 
@@ -251,11 +251,14 @@ class TTS:
             max_frames: the most frames of 80 ms for each piece; None allows generously for the text.
             is_streaming_text: see `types.Request`.
             retries: how often a runaway is repeated on another seed.
+            changes: of the sampling, by the names of its fields.
         """
-        reject_unknown("option", unknown, OPTIONS)
+        reject_unknown("option", changes, OPTIONS)
         sampling = Sampling() if sampling is None else sampling
-        if seed is not None and isinstance(sampling, Sampling):
-            sampling = sampling.with_(seed=seed)
+        if seed is not None:
+            changes["seed"] = seed
+        if changes and isinstance(sampling, Sampling):
+            sampling = sampling.with_(**changes)
         return Request(
             text=text,
             language=resolve_language(language, self.languages),
@@ -270,7 +273,10 @@ class TTS:
     # -- voices and codes ------------------------------------------------------------------------------------------
 
     def voice(self, voice: Voice | str | Path | None) -> Voice | None:
-        """A Voice from a preset speaker's name or a voice file. None is the first preset speaker, with a notice."""
+        """A Voice from a preset speaker's name or a voice file. None is the first preset speaker, with a notice.
+
+        Raises NotFoundError naming the nearest speaker, or InputError for what can be no voice.
+        """
         return self._voices.pick(voice)
 
     def make_voice(
@@ -367,9 +373,10 @@ class TTS:
 
 def _audio_stage(folder: Path, device: torch.device, dtype: torch.dtype, max_slots: int) -> AudioStage:
     def decoder(dtype: torch.dtype) -> SlotDecoder:
-        codec = load_codec(folder, device=device, dtype=dtype, parts=("decoder",))
+        # Codebooks are quotients of statistics, which must be divided before they are rounded.
+        codec = load_codec(folder, device=device, parts=("decoder",))
         codec.freeze_codebooks()
-        return slot_decoder(codec.decoder, max_slots)
+        return slot_decoder(codec.decoder.to(dtype), max_slots)
 
     return AudioStage(decoder(dtype), None if dtype == torch.float32 else lambda: decoder(torch.float32))
 

@@ -49,7 +49,8 @@ class Voices:
     def pick(self, voice: Voice | str | Path | None) -> Voice | None:
         """A Voice from a preset speaker's name or a voice file. None is the first preset speaker if there are any.
 
-        Raises NotFoundError naming the nearest speaker, or InputError for what can be no voice.
+        Raises NotFoundError naming the nearest speaker, or InputError for what can be no voice; also for None where
+        there is nothing to speak with.
         """
         if isinstance(voice, Voice):
             return voice
@@ -78,6 +79,10 @@ class Voices:
         raise NotFoundError(f"voice {shown} is no speaker and no voice file{hint}; speakers: {known}", field="voice")
 
     def _default(self) -> Voice | None:
+        if self.config.kind == "base":
+            raise InputError(
+                "a Base model speaks with a cloned voice; make one from a recording with make_voice", field="voice"
+            )
         if self.config.kind != "custom_voice" or not self.speakers:
             return None
         if not self._has_noticed:

@@ -125,9 +125,11 @@ class AudioStage:
             frames = stream.next_frames()
             if frames and self._settle(stream):
                 due.setdefault(frames, []).append(stream)
+        # A CPU gains nothing from a batch, and rounds by its size.
+        most = 1 if self.device.type == "cpu" else BATCHES[-1]
         for frames, streams in sorted(due.items()):  # the first chunks are the small ones: they go first
-            for first in range(0, len(streams), BATCHES[-1]):
-                self._launch(streams[first : first + BATCHES[-1]], frames)
+            for first in range(0, len(streams), most):
+                self._launch(streams[first : first + most], frames)
         arrived: list[Decoded] = []
         while self._pending and (self._pending[0].copy.is_ready or (is_waiting and not arrived)):
             arrived += self._take(self._pending.popleft())

@@ -129,8 +129,8 @@ class Engine:
         max_frames = min(max_frames, self.max_positions - num_prompt)
         if max_frames < 1:
             raise InputError(
-                f"the prompt takes {len(plan)} positions and there is room for {self.max_positions}: split the text, or "
-                "shorten the reference or the instruction",
+                f"the prompt takes {len(plan)} positions and there is room for {self.max_positions}: split the text, "
+                "or shorten the reference or the instruction",
                 field="text",
             )
         prefix = page_digests(plan.row_keys()[:-1], self.capacity.page_tokens)

@@ -21,7 +21,8 @@ from sottovoce.model.network import Network
 from sottovoce.model.prompt import EmbeddedPrompt
 from sottovoce.types import Sampling
 
-PREFILL_BLOCKS = (8, 16, 32, 64)  # prompt rows that go through the layers together
+PREFILL_BLOCKS = (8, 16, 32, 64)  # prompt rows that go through the layers together, with graphs
+PLAIN_BLOCK = 32  # and without: always as many, because libraries of products round by the number of rows
 
 
 if TYPE_CHECKING:
@@ -157,15 +158,14 @@ class Runner:
 
     def _prefill_blocks(self, rows: Tensor, places: list[tuple[int, int]]) -> None:
         model, scratch = self.model, self.tables.scratch
-        for first in range(0, len(rows), PREFILL_BLOCKS[-1]):
-            block = rows[first : first + PREFILL_BLOCKS[-1]]
-            size = len(block)
-            slots, positions = (list(column) for column in zip(*places[first : first + size], strict=True))
-            if self.launcher.is_graphed:
-                size = next(bucket for bucket in PREFILL_BLOCKS if bucket >= size)
-                padding = size - len(block)
-                block = torch.cat((block, block.new_zeros(padding, block.shape[1])))
-                slots, positions = slots + [scratch] * padding, positions + [-1] * padding
+        sizes = PREFILL_BLOCKS if self.launcher.is_graphed else (PLAIN_BLOCK,)
+        for first in range(0, len(rows), sizes[-1]):
+            block = rows[first : first + sizes[-1]]
+            slots, positions = (list(column) for column in zip(*places[first : first + len(block)], strict=True))
+            size = next(bucket for bucket in sizes if bucket >= len(block))
+            padding = size - len(block)
+            block = torch.cat((block, block.new_zeros(padding, block.shape[1])))
+            slots, positions = slots + [scratch] * padding, positions + [-1] * padding
             inputs = block, *_pinned((slots, torch.int64), (positions, torch.int32), device=model.device)
             self.launcher.run(
                 ("prefill", size),

@@ -23,6 +23,7 @@ from sottovoce.engine.tables import (
     BatchNumbers,
     SlotTables,
 )
+from sottovoce.kernels import torch_ops
 from sottovoce.kernels.predictor import predict, predictor_inputs
 from sottovoce.kernels.tables import Embed, LayerWeights, Limits, PredictorWeights
 from sottovoce.model.layers import DecoderLayer, rope_tables
@@ -66,6 +67,8 @@ class StepModel:
         talker = network.talker
         weight = talker.codec_head.weight
         self.device, self.dtype = weight.device, weight.dtype
+        # A CPU's operations take rows one by one. Prompts come in blocks of one size, for which products of blocks pay.
+        self.prompt_ops = torch_ops if self.device.type == "cpu" else ops
         positions = torch.arange(max_positions, device=self.device)[None]
         cos, sin = rope_tables(positions, talker.decoder.frequencies, self.dtype)
         self.rope = cos[0], sin[0]  # [P, head_dim]
@@ -125,13 +128,13 @@ class StepModel:
 
     def _layers(self, x: Tensor, positions: Tensor, pages: Tensor, kv: Pages, is_prompt: bool) -> Tensor:
         """All layers of the talker on rows [n, D], before the final norm."""
-        ops, layers = self.ops, self.layers
+        ops, layers = self.prompt_ops if is_prompt else self.ops, self.layers
         for index, layer in enumerate(layers):
             is_last = index + 1 == len(layers)
             following = self.network.talker.codec_head.weight if is_last else layers[index + 1].qkv
             qkv = ops.norm_linear(x, layer.input_norm, self.eps, layer.qkv, prefetch=layer.out)
             norms, caches = (layer.q_norm, layer.k_norm), (kv.keys[index], kv.values[index])
-            attended = ops.attend(
+            attended = self.ops.attend(
                 qkv,
                 *norms,
                 self.eps,
