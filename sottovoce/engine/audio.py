@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sottovoce.codec.fast import SlotDecoder
 from sottovoce.engine.graphs import HostCopy, Launcher
-from sottovoce.types import SottovoceError
+from sottovoce.types import NUM_CODEBOOKS, SottovoceError
 
 MAX_CHUNK_FRAMES = 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # streams a launch; smaller ones are filled up
@@ -53,12 +53,13 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """A chunk that left the codec: float32 samples [n], its codes [T, K]."""
+    """A chunk that left the codec: float32 samples [n], its codes [T, K]. With an error: what ended the stream."""
 
     id: Hashable
     samples: np.ndarray
     codes: np.ndarray
     is_last: bool
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +87,17 @@ class AudioStage:
         self._streams: OrderedDict[Hashable, Stream] = OrderedDict()  # longest without a chunk first
         self._pending: deque[_Pending] = deque()
         self._voices: OrderedDict[bytes, Sequence[Tensor]] = OrderedDict()
+
+    def warm_up(self) -> None:
+        """Compiles and captures everything there can be a chunk of, on a slot that is nobody's."""
+        sizes = [size for size in BATCHES if size < self.decoder.max_slots]
+        sizes.append(next((size for size in BATCHES if size >= self.decoder.max_slots), BATCHES[-1]))
+        frames = 1
+        while frames <= MAX_CHUNK_FRAMES:
+            for size in sizes:
+                self._decode([self.decoder.dummy_slot] * size, np.zeros((size, frames, NUM_CODEBOOKS), np.int64))
+            frames *= 2
+        self.launcher.synchronize()
 
     @property
     def has_work(self) -> bool:
@@ -120,30 +132,58 @@ class AudioStage:
 
         `is_waiting`: there is nothing better to do than to wait for the first arrival.
         """
+        arrived: list[Decoded] = []
         due: dict[int, list[Stream]] = {}
         for stream in list(self._streams.values()):
             frames = stream.next_frames()
-            if frames and self._settle(stream):
-                due.setdefault(frames, []).append(stream)
+            try:
+                if frames and self._settle(stream):
+                    due.setdefault(frames, []).append(stream)
+            except Exception as error:
+                arrived.append(self._give_up(stream, error))
         # A CPU gains nothing from a batch, and rounds by its size.
         most = 1 if self.device.type == "cpu" else BATCHES[-1]
         for frames, streams in sorted(due.items()):  # the first chunks are the small ones: they go first
             for first in range(0, len(streams), most):
-                self._launch(streams[first : first + most], frames)
-        arrived: list[Decoded] = []
+                arrived += self._launch(streams[first : first + most], frames)
         while self._pending and (self._pending[0].copy.is_ready or (is_waiting and not arrived)):
             arrived += self._take(self._pending.popleft())
         return arrived
 
-    def _launch(self, streams: list[Stream], frames: int) -> None:
-        codes = np.stack([np.stack(stream.waiting[:frames]) for stream in streams])
+    def _launch(self, streams: list[Stream], frames: int) -> list[Decoded]:
+        """Starts a batch. If that fails, each stream is tried alone from its beginning, since nobody knows how far the
+        states in their slots have got; returns the ends of those that fail again."""
+        try:
+            codes = np.stack([np.stack(stream.waiting[:frames]) for stream in streams])
+            output = self._decode([stream.slot for stream in streams], codes)
+            with self.launcher.here():
+                self._pending.append(_Pending(streams, codes, HostCopy(output)))
+        except Exception as error:
+            return self._launch_alone(streams, frames, error)
         for stream in streams:
             stream.done += stream.waiting[:frames]
             del stream.waiting[:frames]
             self._streams.move_to_end(stream.id)
-        output = self._decode([stream.slot for stream in streams], codes)
-        with self.launcher.here():
-            self._pending.append(_Pending(streams, codes, HostCopy(output)))
+        return []
+
+    def _launch_alone(self, streams: list[Stream], frames: int, error: Exception) -> list[Decoded]:
+        if len(streams) == 1:
+            return [self._give_up(streams[0], error)]
+        lost: list[Decoded] = []
+        for stream in streams:
+            self._free.append(stream.slot)
+            stream.slot = stream.saved = None
+        for stream in streams:
+            try:
+                self._settle(stream)
+                lost += self._launch([stream], frames)
+            except Exception as error:
+                lost.append(self._give_up(stream, error))
+        return lost
+
+    def _give_up(self, stream: Stream, error: Exception) -> Decoded:
+        self.drop(stream.id)
+        return Decoded(stream.id, np.empty(0, np.float32), np.empty((0, 0), np.int64), True, error)
 
     def _decode(self, slots: list[int], codes: np.ndarray) -> Tensor:
         """float32 [B and padding, samples + 1]; the last column is 1 where something was not a number."""
@@ -225,7 +265,7 @@ class AudioStage:
             self.decoder.reset(slot)
             if stream.warm_up is not None:
                 self._warm_up(stream, slot)
-            if stream.done:  # after a fall-back
+            if stream.done:  # after a failure
                 self._decode_away(stream.slot, np.stack(stream.done))
         return True
 

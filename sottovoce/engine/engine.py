@@ -111,6 +111,12 @@ class Engine:
         self._in_flight: deque[tuple[Step, HostCopy | None]] = deque()
         self._events: list[Event] = []
 
+    def warm_up(self) -> None:
+        """Compiles kernels and captures graphs for every batch now, so that no request waits for them later."""
+        self.runner.warm_up(self.capacity.batches)
+        if self.audio is not None:
+            self.audio.warm_up()
+
     def add(
         self,
         request_id: Hashable,
@@ -233,7 +239,9 @@ class Engine:
 
     def _speak(self) -> None:
         for chunk in self.audio.run(is_waiting=not self._in_flight):
-            if chunk.is_last:
+            if chunk.error is not None:
+                self._fail(self._active[chunk.id].row, chunk.error)
+            elif chunk.is_last:
                 self._finish(chunk.id, chunk.samples, chunk.codes)
             else:
                 self._events.append(Event(chunk.id, chunk.samples, chunk.codes))

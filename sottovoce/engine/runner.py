@@ -6,7 +6,7 @@ launched and its codes fetched later; on a GPU the host does not wait in between
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,17 @@ class Runner:
     def num_bytes(self) -> dict[str, int]:
         """Device bytes by part."""
         return {"kv": self.kv.num_bytes, "tables": self.tables.num_bytes, "graphs": self.launcher.num_bytes}
+
+    def warm_up(self, batches: Sequence[int]) -> None:
+        """Compiles and captures everything there can be a step of, on scratch rows."""
+        scratch, width = self.tables.scratch, self.tables.next_input.shape[1]
+        with self.launcher.here():
+            for batch in batches:
+                self._decode([scratch] * batch)
+            for size in PREFILL_BLOCKS:
+                rows = torch.zeros(size, width, dtype=self.model.dtype, device=self.model.device)
+                self._prefill_blocks(rows, [(scratch, -1)] * size)
+        self.launcher.synchronize()
 
     def launch(
         self,
