@@ -64,7 +64,8 @@ class Places:
         if self.pool.num_free + self._own(leaving) >= pages and len(self.slots) + coming_slots >= slots:
             return None  # enough comes back within a few steps, if it is safe to give at all
         for order in self._orders(row, can_take_younger):
-            victims, free, host = [], self.pool.num_free, self.host.num_free
+            victims: list[Row] = []
+            free, host = self.pool.num_free, self.host.num_free
             for victim in order:
                 if free >= pages and len(self.slots) + len(victims) >= slots:
                     break
