@@ -54,23 +54,24 @@ def copy_share(target, source, part, count, SHARE: tl.constexpr):
 
 
 @triton.jit
-def _turn_halo(
-    pid, x, act, save_pool, halo_pool, slots, slot_stride, num_streams, num_rows, past, halo, savers, loaders,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, UP: tl.constexpr, SHARE: tl.constexpr,
+def _save_past(
+    pid, x, pool, slots, slot_stride, num_rows, past, savers, CHANNELS: tl.constexpr, SHARE: tl.constexpr
+):
+    """Programs 0 ... num_streams * savers - 1 of a launch: the last `past` rows of x go to the stream's slot."""
+    b = pid // savers
+    rows = x + (b * (past + num_rows) + num_rows) * CHANNELS
+    copy_share(pool + tl.load(slots + b) * slot_stride, rows, pid % savers, past * CHANNELS, SHARE)
+
+
+@triton.jit
+def _load_halo(
+    pid, act, pool, slots, slot_stride, num_rows, halo, loaders, WIDTH: tl.constexpr, UP: tl.constexpr,
+    SHARE: tl.constexpr,
 ):  # fmt: skip
-    """The work of the first num_streams * (savers + loaders) programs of a launch: the last `past` rows of x go to
-    their pool, the next layer's `halo` rows in front of the output."""
-    if pid < num_streams * savers:
-        b = pid // savers
-        rows = x + (b * (past + num_rows) + num_rows) * CHANNELS
-        slot = save_pool + tl.load(slots + b) * slot_stride
-        copy_share(slot, rows, pid % savers, past * CHANNELS, SHARE)
-    else:
-        pid -= num_streams * savers
-        b = pid // loaders
-        rows = act + b * (halo + num_rows * UP) * WIDTH
-        slot = halo_pool + tl.load(slots + b) * slot_stride
-        copy_share(rows, slot, pid % loaders, halo * WIDTH, SHARE)
+    """Programs 0 ... num_streams * loaders - 1: the next layer's `halo` rows from the slot, in front of the output."""
+    b = pid // loaders
+    rows = act + b * (halo + num_rows * UP) * WIDTH
+    copy_share(rows, pool + tl.load(slots + b) * slot_stride, pid % loaders, halo * WIDTH, SHARE)
 
 
 @triton.jit
@@ -150,11 +151,15 @@ def conv_kernel(
     past = (TAPS - 1) * dilation
     num_copiers = num_streams * (savers + loaders)
     pid = tl.program_id(0)
-    if pid < num_copiers:
-        _turn_halo(
-            pid, x, act, save_pool, halo_pool, slots, slot_stride, num_streams, num_rows, past, halo,
-            savers, loaders, CHANNELS, WIDTH, N // WIDTH, SHARE,
-        )  # fmt: skip
+    if pid < num_streams * savers:
+        if TAPS > 1:
+            _save_past(pid, x, save_pool, slots, slot_stride, num_rows, past, savers, CHANNELS, SHARE)
+    elif pid < num_copiers:
+        if HAS_ACT:
+            pid -= num_streams * savers
+            _load_halo(
+                pid, act, halo_pool, slots, slot_stride, num_rows, halo, loaders, WIDTH, N // WIDTH, SHARE
+            )  # fmt: skip
     else:
         tile = pid - num_copiers
         m = tile // (N // STEP) * BM + tl.arange(0, BM)
@@ -209,11 +214,11 @@ def unit_kernel(
     past = (TAPS - 1) * dilation
     num_copiers = num_streams * (savers + loaders)
     pid = tl.program_id(0)
-    if pid < num_copiers:
-        _turn_halo(
-            pid, x, act, save_pool, halo_pool, slots, slot_stride, num_streams, num_rows, past, halo,
-            savers, loaders, N, N, 1, SHARE,
-        )  # fmt: skip
+    if pid < num_streams * savers:
+        _save_past(pid, x, save_pool, slots, slot_stride, num_rows, past, savers, N, SHARE)
+    elif pid < num_copiers:
+        pid -= num_streams * savers
+        _load_halo(pid, act, halo_pool, slots, slot_stride, num_rows, halo, loaders, N, 1, SHARE)
     else:
         m = (pid - num_copiers) * BM + tl.arange(0, BM)
         is_row = m < num_streams * num_rows
@@ -254,10 +259,7 @@ def depthwise_kernel(
     num_copiers = num_streams * savers
     pid = tl.program_id(0)
     if pid < num_copiers:
-        _turn_halo(
-            pid, x, out, save_pool, save_pool, slots, slot_stride, num_streams, num_rows, PAST, 0, savers, 1,
-            CHANNELS, CHANNELS, 1, SHARE,
-        )  # fmt: skip
+        _save_past(pid, x, save_pool, slots, slot_stride, num_rows, PAST, savers, CHANNELS, SHARE)
     else:
         m = pid - num_copiers
         c = tl.arange(0, BLOCK)
@@ -286,10 +288,7 @@ def wave_kernel(
         if pid % savers == 0:
             position = positions + tl.load(slots + pid // savers)
             tl.store(position, tl.load(position) + num_frames)
-        _turn_halo(
-            pid, x, wave, save_pool, save_pool, slots, slot_stride, num_streams, num_rows, PAST, 0, savers, 1,
-            CHANNELS, CHANNELS, 1, SHARE,
-        )  # fmt: skip
+        _save_past(pid, x, save_pool, slots, slot_stride, num_rows, PAST, savers, CHANNELS, SHARE)
     else:
         m = (pid - num_copiers) * BM + tl.arange(0, BM)
         is_row = m < num_streams * num_rows
