@@ -1,0 +1,30 @@
+"""Flags that several commands share, and how every flag gets its environment variable.
+
+Knows no command. A flag `--max-frames` can also be given as SOTTOVOCE_MAX_FRAMES; the flag wins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def flag(*names: str, help: str, **more: Any) -> Any:
+    """A typer option that its environment variable mirrors."""
+    long = next(name for name in names if name.startswith("--"))
+    variable = "SOTTOVOCE_" + long.lstrip("-").replace("-", "_").upper()
+    return typer.Option(*names, help=help, envvar=variable, show_envvar=False, show_default=False, **more)
+
+
+Model = Annotated[
+    str | None,
+    flag("--model", "-m", help="Folder, hub id or published name (1.7B-CustomVoice). Default: the bundled demo."),
+]
+Revision = Annotated[str | None, flag("--revision", help="Branch, tag or commit of a hub id.")]
+Offline = Annotated[bool | None, flag("--offline", help="Never touch the network; HF_HUB_OFFLINE=1 does the same.")]
+Device = Annotated[str | None, flag("--device", help="cpu, cuda, cuda:1, ... Default: the best one here.")]
+Dtype = Annotated[str | None, flag("--dtype", help="float32, bfloat16 or float16. Default: what suits the device.")]
+Json = Annotated[bool, flag("--json", help="Answer as JSON on standard output.")]
+Out = Annotated[Path, flag("--out", "-o", help="Where to write.")]
