@@ -29,7 +29,7 @@ from sottovoce.engine.driver import Driver
 from sottovoce.engine.engine import Engine
 from sottovoce.engine.request import Capacity
 from sottovoce.kernels import select
-from sottovoce.memory.probe import dtype_name, pick_device
+from sottovoce.memory.probe import dtype_name, pick_device, release_cached
 from sottovoce.model.prompt import build_prompt
 from sottovoce.model.weights import load_codec, load_network
 from sottovoce.text.language import resolve_language
@@ -128,18 +128,16 @@ class TTS:
             CheckpointError: files that are incomplete or do not fit each other.
         """
         reject_unknown("option", unknown, (*LOAD_OPTIONS, "max_rows", "on_notice"))
-        if model is not None and not isinstance(model, str | Path):
-            raise InputError(f"model must be a name or a folder, got {type(model).__name__}", field="model")
         chosen = pick_device(device)
         chosen_dtype = as_dtype(dtype, chosen)
         rows = (8 if chosen.type == "cpu" else 16) if max_rows is None else max_rows
-        if not isinstance(rows, int) or rows < 1:
+        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
             raise InputError(f"max_rows must be a whole number of at least 1, got {rows!r}", field="max_rows")
         notice = on_notice or _to_stderr
         if model is None:
             notice("no model named: using the bundled demo model (random values: sound, not words)")
         folder = hub.resolve(model, revision=revision, offline=offline)
-        is_hub = model is not None and not Path(model).expanduser().is_dir()
+        is_hub = model is not None and folder != Path(model).expanduser()
         return cls(folder, device=chosen, dtype=chosen_dtype, max_rows=rows, is_hub=is_hub, notice=notice)
 
     @property
@@ -321,8 +319,7 @@ class TTS:
         self._finalizer.detach()
         self._voices.close()
         self._codec.close()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_cached(self.device)
 
     def __enter__(self) -> TTS:
         return self

@@ -15,7 +15,7 @@ from sottovoce.audio.io import AudioInput, read_audio
 from sottovoce.codec.codec import Codec as CodecModel
 from sottovoce.codec.codec import DecodeMode
 from sottovoce.config import CodecConfig
-from sottovoce.memory.probe import dtype_name, pick_device, pick_dtype
+from sottovoce.memory.probe import dtype_name, pick_device, pick_dtype, release_cached
 from sottovoce.model.weights import load_codec
 from sottovoce.types import SAMPLE_RATE, InputError, SottovoceError, reject_unknown
 
@@ -87,8 +87,7 @@ class Codec:
         """Refuses further work and gives the memory back."""
         self._is_closed = True
         self._parts.clear()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_cached(self.device)
 
     def __enter__(self) -> Codec:
         return self

@@ -84,7 +84,7 @@ class Engine:
         network: with talker, predictor and text embedding.
         audio: turns codes into samples; None gives codes only.
         ops: the operations to use.
-        capacity: memory and batch; see `request.Limits`.
+        capacity: memory and batch; see `request.Capacity`.
         max_positions: longest prompt and speech of one request together.
         use_graphs: capture steps on a GPU.
         clock: seconds, monotonic.

@@ -42,3 +42,11 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """ "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
+
+
+def release_cached(device: torch.device) -> None:
+    """Gives back what the allocator and cuBLAS keep for later. Without it a card looks used after an unload: cuBLAS
+    holds a workspace for every stream it has seen."""
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()

@@ -27,6 +27,7 @@ class Lab:
 
     def __init__(self, folder, device, dtype):
         self.device, self.dtype = torch.device(device), dtype
+        self.near = 1e-4 if device == "cpu" else 2e-3  # a card convolves in TF32
         self.network = load_network(folder, device=device, dtype=dtype)
         self.codec = load_codec(folder, device=device, parts=("decoder",))
         self.codec.freeze_codebooks()
@@ -129,7 +130,7 @@ def test_company_and_order_change_nothing(low_lab, order):
 
 def test_preempted_rows_go_on_bit_for_bit(low_lab):
     free = low_lab.run(low_lab.engine(6), range(8))
-    engine = low_lab.engine(6, num_pages=16, page_tokens=8)
+    engine = low_lab.engine(6, num_pages=24, page_tokens=4)
     tight = low_lab.run(engine, range(8))
     assert engine.stats().num_preemptions > 0
     for index in range(8):
@@ -153,7 +154,7 @@ def test_chunks_ramp_up_and_codes_belong_to_their_samples(lab):
     samples = np.concatenate([event.samples for event in chunks])
     assert len(samples) == 1920 * len(codes)
     whole = lab.codec.decode(torch.from_numpy(codes).T[None].to(lab.device))[0].cpu().numpy()
-    assert np.abs(whole - samples).max() < 1e-4
+    assert np.abs(whole - samples).max() < lab.near
 
 
 def test_more_streams_than_codec_slots(lab):
@@ -161,7 +162,7 @@ def test_more_streams_than_codec_slots(lab):
     got = lab.run(engine, range(6))
     alone = lab.run(lab.engine(1, has_audio=True, lag=0), range(6))
     for index in range(6):
-        assert np.abs(got[index][1] - alone[index][1]).max() < 1e-4
+        assert np.abs(got[index][1] - alone[index][1]).max() < lab.near
         assert np.array_equal(got[index][0], alone[index][0])
 
 
@@ -264,5 +265,5 @@ def test_nan_in_the_codec_goes_on_in_float32(lab):
         got = lab.run(engine, range(3))
     for index in range(3):
         assert np.isfinite(got[index][1]).all()
-        assert np.abs(got[index][1] - expected[index][1]).max() < 1e-4
+        assert np.abs(got[index][1] - expected[index][1]).max() < lab.near
         assert len(got[index][1]) == len(expected[index][1])
