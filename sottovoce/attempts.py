@@ -75,10 +75,11 @@ class Attempt:
             self._retries += 1
             self._start()
             return None
+        seeds = "one seed" if not self._retries else f"{self._retries + 1} seeds"
         raise RunawayError(
             f"the speech of {request.text[:40]!r} did not end by itself in {len(codes)} frames and closed with "
-            f"{wrong}, on {self._retries + 1} seeds; try another seed, a shorter text or a lower temperature, or set "
-            "max_frames to take what there is",
+            f"{wrong}, on {seeds}; try another seed, a shorter text or a lower temperature, or set max_frames to take "
+            "what there is",
             field="text",
         )
 

@@ -46,8 +46,10 @@ def resolve(model: str | Path | None, *, revision: str | None = None, offline: b
     """
     if model is None:
         return demo_folder()
+    if not isinstance(model, str | Path):
+        raise InputError(f"model must be a name or a folder, got {type(model).__name__}", field="model")
     path = Path(model).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # Path.is_dir raises where a name is too long
         if revision is not None:
             raise InputError(f"revision {revision!r} has no meaning for the folder {str(model)!r}", field="revision")
         return path
