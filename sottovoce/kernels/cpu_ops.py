@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from sottovoce.kernels import torch_ops
 from sottovoce.kernels.tables import Embed, Limits, SampleRows
 
+SPAN = 64  # positions that attention takes together, masked or not
 MAX_CANDIDATES = 256  # beyond, noise for the whole vocabulary is the cheaper way
 _M0, _M1, _W0, _W1 = (np.uint64(word) for word in (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85))
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -81,13 +82,20 @@ def attend(
     queries, keys, values = _heads(qkv, q_norm, k_norm, eps, cos[rows], sin[rows], num_kv_heads)
     target = block_table.gather(1, (rows // page)[:, None])[:, 0].long(), rows % page
     k_cache[target], v_cache[target] = keys, values
-    # Row by row: masked positions of a longer neighbour would change the order of the sums.
-    attended = []
-    for query, pages, position in zip(queries, block_table.long(), place):
-        pages = pages[: position // page + 1]
-        past = (cache[pages].flatten(0, 1)[: position + 1].transpose(0, 1)[None] for cache in (k_cache, v_cache))
-        attended.append(F.scaled_dot_product_attention(query[None, :, None], *past, enable_gqa=True))
-    return _into(out, torch.cat(attended).flatten(1))
+    # Rows whose pasts fill as many spans go together. A mask as long as the longest neighbour would change the order
+    # of a row's sums; one up to the end of its own span is the same in any company.
+    spans: dict[int, list[int]] = {}
+    for row, position in enumerate(place):
+        spans.setdefault(position // SPAN, []).append(row)
+    attended = qkv.new_empty(queries.shape)
+    for span, members in spans.items():
+        some = members if len(spans) > 1 else slice(None)
+        pages = block_table[some, : -(-(span + 1) * SPAN // page)].long()
+        past = [cache[pages].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache)]
+        mask = (torch.arange(past[0].shape[2]) <= rows[some, None])[:, None, None]
+        result = F.scaled_dot_product_attention(queries[some, :, None], *past, attn_mask=mask, enable_gqa=True)
+        attended[some] = result[:, :, 0]
+    return _into(out, attended.flatten(1))
 
 
 def attend_short(

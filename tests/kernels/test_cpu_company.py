@@ -35,13 +35,13 @@ def test_products(x, work, num_rows):
         assert torch.equal(together[row], work(x[row : row + 1])[0])
 
 
-@pytest.mark.parametrize("longest", [40, 700])
+@pytest.mark.parametrize("longest", [140, 700])
 def test_attention_beside_a_longer_row(longest):
     """More positions of others are masked; they must not even change the order of the sum."""
-    positions, pages_each = torch.tensor([5, 23, longest, 16]), longest // PAGE + 1
-    table = torch.arange(4 * pages_each, dtype=torch.int32).view(4, -1)
-    caches = [weight(4 * pages_each + 1, PAGE, KV_HEADS, HEAD_DIM) for _ in range(2)]
-    qkv = weight(4, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    positions, pages_each = torch.tensor([5, 63, longest, 16, 64, 127]), longest // PAGE + 1
+    table = torch.arange(6 * pages_each, dtype=torch.int32).view(6, -1)
+    caches = [weight(6 * pages_each + 1, PAGE, KV_HEADS, HEAD_DIM) for _ in range(2)]
+    qkv = weight(6, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     rope = weight(longest + 1, HEAD_DIM), weight(longest + 1, HEAD_DIM)
 
     def attend(rows: list[int]) -> torch.Tensor:
@@ -49,11 +49,11 @@ def test_attention_beside_a_longer_row(longest):
         norms = weight(HEAD_DIM), weight(HEAD_DIM)
         return cpu_ops.attend(qkv[rows], *norms, 1e-6, *rope, positions[rows].int(), *own, table[rows])
 
-    together = attend([0, 1, 2, 3])
-    for row in range(4):
+    together = attend(list(range(6)))
+    for row in range(6):
         assert torch.equal(together[row], attend([row])[0])
     positions[2] = -1  # padding
-    assert torch.equal(attend([0, 1, 2, 3]), together * (positions >= 0)[:, None])
+    assert torch.equal(attend(list(range(6))), together * (positions >= 0)[:, None])
 
 
 @pytest.mark.parametrize("position", [0, 2, 9])
