@@ -156,18 +156,19 @@ class TTS:
 
     # -- speaking ------------------------------------------------------------------------------------------------
 
-    def generate(self, text: str, **options: Any) -> Speech:
+    def generate(self, text: str, *, on_audio: Callable[[float], None] | None = None, **options: Any) -> Speech:
         """Speaks a text and waits for all of it.
 
         Args:
             text: any length; cut at sentences where it is long, all pieces in one voice and with one seed.
+            on_audio: is told, each time some audio has been made, how many seconds it lasts: for showing progress.
             options: see `request`; and `split`, which if False keeps the text as it is, in one piece.
 
         Raises:
             InputError, NotFoundError: something in the request cannot be used; `field` names it.
             RunawayError: the speech did not end by itself, also not on other seeds.
         """
-        result = self._speak([self._pieces(text, **options)])[0]
+        result = self._speak([self._pieces(text, **options)], on_audio)[0]
         if isinstance(result, SottovoceError):
             raise result
         return result
@@ -363,9 +364,11 @@ class TTS:
         start = partial(driver.submit, plan=plan, sampling=request.sampling, max_frames=max_frames)
         return Prepared(request, len(plan), start)
 
-    def _speak(self, items: list[list[Request]]) -> list[Speech | SottovoceError]:
+    def _speak(
+        self, items: list[list[Request]], on_audio: Callable[[float], None] | None = None
+    ) -> list[Speech | SottovoceError]:
         self._check_open()
-        return Company(items, self._prepare, self.backends).speak(self._max_under_way)
+        return Company(items, self._prepare, self.backends, on_audio).speak(self._max_under_way)
 
 
 def _audio_stage(folder: Path, device: torch.device, dtype: torch.dtype, max_slots: int) -> AudioStage:

@@ -91,12 +91,17 @@ class Company:
         items: their pieces.
         prepare: checks a piece. It is called when the piece's turn comes, so that prompts do not pile up.
         backends: what computes it, for the results.
+        on_audio: is told the seconds of each piece of audio as it comes.
     """
 
     def __init__(
-        self, items: Sequence[Sequence[Request]], prepare: Callable[[Request], Prepared], backends: Mapping[str, str]
+        self,
+        items: Sequence[Sequence[Request]],
+        prepare: Callable[[Request], Prepared],
+        backends: Mapping[str, str],
+        on_audio: Callable[[float], None] | None = None,
     ) -> None:
-        self._items, self._prepare, self._backends = items, prepare, backends
+        self._items, self._prepare, self._backends, self._on_audio = items, prepare, backends, on_audio
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._speeches: list[list[Speech | None]] = [[None] * len(pieces) for pieces in items]
         self._results: list[Speech | SottovoceError | None] = [None] * len(items)
@@ -113,6 +118,8 @@ class Company:
                     return self._results
                 event = self._events.get()
                 if event.id in self._under_way:  # else news of a piece that was cancelled
+                    if self._on_audio is not None:
+                        self._on_audio(len(event.samples) / SAMPLE_RATE)
                     self._take(event)
         finally:
             for _, _, attempt in self._under_way.values():

@@ -10,7 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from sottovoce.cli.items import Progress
 from sottovoce.cli.options import Device, Dtype, Json, Model, Offline, Revision, flag
+
+FRAMES_PER_S = 12.5
 
 
 def say(
@@ -99,7 +102,11 @@ def _read_text(text: str | None, file: Path | None) -> str:
 
 def _write_to(out: Path, tts: Any, text: str, options: dict[str, Any]) -> dict[str, Any]:
     """Speaks, then writes the whole; an older file stays until then."""
-    speech = tts.generate(text, **options)
+    progress = _SpeechProgress()
+    try:
+        speech = tts.generate(text, on_audio=progress.add, **options)
+    finally:
+        progress.clear()
     speech.save(out)
     return {"audio_s": speech.duration_s, "finish_reason": speech.finish_reason, **_usage(speech.usage)}
 
@@ -109,24 +116,36 @@ def _stream_to(out: Path, tts: Any, text: str, options: dict[str, Any]) -> dict[
     from contextlib import closing
 
     from sottovoce.audio.io import AudioWriter
-    from sottovoce.cli.items import Progress
 
-    progress, started_s, num_samples = Progress(), time.monotonic(), 0
+    progress, num_samples = _SpeechProgress(), 0
     answer: dict[str, Any] = {"finish_reason": "cancelled"}
     with AudioWriter(out, tts.sample_rate) as writer, closing(tts.stream(text, **options)) as chunks:
         try:
             for chunk in chunks:
                 writer.write(chunk.samples)
                 num_samples += len(chunk.samples)
-                audio_s = num_samples / tts.sample_rate
-                progress.show(f"{audio_s:.1f} s, {audio_s / (time.monotonic() - started_s):.1f} x real time")
+                progress.add(len(chunk.samples) / tts.sample_rate)
                 if chunk.finish_reason:
                     answer = {"finish_reason": chunk.finish_reason, **_usage(chunk.usage)}
         except KeyboardInterrupt:
             if not num_samples:
                 raise
-    progress.clear()
+        finally:
+            progress.clear()
     return {"audio_s": num_samples / tts.sample_rate, **answer}
+
+
+class _SpeechProgress(Progress):
+    """Seconds of audio so far, their frames, and the speed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started_s, self._audio_s = time.monotonic(), 0.0
+
+    def add(self, audio_s: float) -> None:
+        self._audio_s += audio_s
+        speed = self._audio_s / (time.monotonic() - self._started_s)
+        self.show(f"{self._audio_s:.1f} s, {self._audio_s * FRAMES_PER_S:.0f} frames, {speed:.1f} x real time")
 
 
 def _usage(usage: Any) -> dict[str, int]:

@@ -11,7 +11,7 @@ from sottovoce.compat import Qwen3TTSModel
 from tests.oracle import load_official
 from tests.tiny import tiny_checkpoint
 
-GREEDY = {"do_sample": False, "subtalker_dosample": False, "max_new_tokens": 7}
+GREEDY = {"do_sample": False, "subtalker_dosample": False, "max_new_tokens": 6}
 
 
 class Pair(NamedTuple):

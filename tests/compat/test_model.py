@@ -79,7 +79,7 @@ def test_a_prompt_is_the_official_one_and_can_be_used_again(base, is_vector_only
     alone, from_official = (
         base.ours.generate_voice_clone(TEXTS[1], voice_clone_prompt=prompt, **GREEDY)[0][0] for prompt in made
     )
-    np.testing.assert_allclose(alone, wavs[1], atol=1e-5)
+    assert np.array_equal(alone, wavs[1])
     np.testing.assert_allclose(from_official, alone, atol=1e-4)  # the speaker vectors differ in the last digits
 
 
@@ -103,7 +103,7 @@ def test_max_new_tokens_gives_one_frame_less(design):
 
 def test_torch_manual_seed_makes_results_repeatable_and_items_differ(design):
     def speak(**options) -> list[np.ndarray]:
-        return design.ours.generate_voice_design(["Hello."] * 2, "", max_new_tokens=8, **options)[0]
+        return design.ours.generate_voice_design(["Hello."] * 2, "", max_new_tokens=5, **options)[0]
 
     torch.manual_seed(5)
     first = speak()
@@ -117,7 +117,7 @@ def test_torch_manual_seed_makes_results_repeatable_and_items_differ(design):
 def test_speech_beyond_300_frames_has_the_official_seams(base):
     prompt = base.ours.create_voice_clone_prompt((sound(296 * 1920), 24_000), WORDS)
     wavs = base.same("generate_voice_clone", TEXTS[0], voice_clone_prompt=prompt)
-    assert len(wavs[0]) > 5 * 1920
+    assert len(wavs[0]) > 4 * 1920
 
 
 def test_no_texts_give_no_waveforms(design):
