@@ -7,6 +7,7 @@ what a frame is made of is `model/reference.py`'s, and this must equal it. Knows
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,15 +24,15 @@ from sottovoce.engine.tables import (
     BatchNumbers,
     SlotTables,
 )
-from sottovoce.kernels import torch_ops
 from sottovoce.kernels.predictor import predict, predictor_inputs
-from sottovoce.kernels.tables import Embed, LayerWeights, Limits, PredictorWeights
+from sottovoce.kernels.tables import Embed, LayerWeights, Limits, PredictorWeights, SampleRows
 from sottovoce.model.layers import DecoderLayer, rope_tables
 from sottovoce.model.network import Network
 from sottovoce.model.talker import banned_codes
 
 if TYPE_CHECKING:
     from sottovoce.kernels import Ops
+    from sottovoce.kernels.cpu_frame import RowFrame
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +68,6 @@ class StepModel:
         talker = network.talker
         weight = talker.codec_head.weight
         self.device, self.dtype = weight.device, weight.dtype
-        # A CPU's operations take rows one by one. Prompts come in blocks of one size, for which products of blocks pay.
-        self.prompt_ops = torch_ops if self.device.type == "cpu" else ops
         positions = torch.arange(max_positions, device=self.device)[None]
         cos, sin = rope_tables(positions, talker.decoder.frequencies, self.dtype)
         self.rope = cos[0], sin[0]  # [P, head_dim]
@@ -78,6 +77,7 @@ class StepModel:
         self.banned = banned_codes(self.config.talker).to(self.device, torch.uint8)
         with torch.no_grad():
             self.pad_row = talker.embed_text(torch.tensor([self.config.tts_pad_token_id], device=self.device))[0]
+        self._run_frame = self._frame if ops.row_frame is None else self._row_frame(ops.row_frame)
 
     @torch.no_grad()
     def decode(self, tables: SlotTables, kv: Pages, slots: Tensor) -> Tensor:
@@ -85,14 +85,9 @@ class StepModel:
 
         Returns int64 codes [B, K]. A row whose code 0 is the end code has ended: its other codes mean nothing.
         """
-        ops, talker, num_rows = self.ops, self.network.talker, len(slots)
         numbers = BatchNumbers.gather(tables, slots)
         position, frame = numbers.ints[POSITION], numbers.longs[FRAME]
-        x = tables.next_input.index_select(0, slots)
-        x = self._layers(x, position, tables.pages.index_select(0, slots), kv, is_prompt=False)
-        hidden = ops.rms_norm(x, talker.decoder.norm.weight, self.eps)
-
-        logits = ops.norm_linear(hidden, None, 0.0, talker.codec_head.weight)
+        x, pages = tables.next_input.index_select(0, slots), tables.pages.index_select(0, slots)
         limits = Limits(
             seen=tables.seen,
             slots=slots.int(),
@@ -101,18 +96,11 @@ class StepModel:
             min_frames=numbers.ints[MIN_FRAMES],
             eos=self.config.talker.codec_eos_token_id,
         )
-        codes = slots.new_empty(num_rows, self.config.talker.num_code_groups)
-        total = torch.empty(x.shape, dtype=torch.float32, device=x.device)  # running sum of a frame's embeddings
-        weights = self.predictor
-        inputs = predictor_inputs(weights, num_rows)
-        inputs[:, 0] = self._project(hidden)
-        first = Embed(weights.first_sum_table, total, is_first=True, table=weights.first_table, x=inputs[:, 1])
-        ops.sample(logits, numbers.first_rows, 0, codes[:, 0], limits=limits, embed=first)
-
         ring = tables.text[slots, frame % TEXT_RING_ROWS]
         text = torch.where((frame < numbers.longs[NUM_TEXT])[:, None], ring, self.pad_row)
-        next_input = torch.empty_like(x)
-        predict(ops, weights, inputs, numbers.other_rows, codes, total, text, next_input)
+        codes, next_input = self._run_frame(
+            x, position, pages, kv.keys, kv.values, numbers.first_rows, numbers.other_rows, limits, text
+        )
         # Last, so that a step that fails on its way has moved nothing on.
         tables.next_input.index_copy_(0, slots, next_input)
         tables.ints[POSITION].index_copy_(0, slots, torch.where(position < 0, position, position + 1))
@@ -123,18 +111,57 @@ class StepModel:
     def prefill(self, tables: SlotTables, kv: Pages, rows: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Writes keys and values of prompt rows [n, D] at `positions` (int32 [n]) of `slots` (int64 [n]), which may be
         of several prompts, each in order. Rows at negative positions are padding. Returns `rows`."""
-        self._layers(rows, positions, tables.pages.index_select(0, slots), kv, is_prompt=True)
+        self._layers(rows, positions, tables.pages.index_select(0, slots), kv.keys, kv.values, is_prompt=True)
         return rows
 
-    def _layers(self, x: Tensor, positions: Tensor, pages: Tensor, kv: Pages, is_prompt: bool) -> Tensor:
+    def _frame(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        pages: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        first: SampleRows,
+        others: SampleRows,
+        limits: Limits,
+        text: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """A frame of all rows, operation by operation: codes [B, K] and the next inputs [B, D].
+
+        `RowFrame.frame` describes the arguments.
+        """
+        ops, talker, num_rows = self.ops, self.network.talker, len(x)
+        x = self._layers(x, positions, pages, keys, values, is_prompt=False)
+        hidden = ops.rms_norm(x, talker.decoder.norm.weight, self.eps)
+        logits = ops.norm_linear(hidden, None, 0.0, talker.codec_head.weight)
+        codes = limits.slots.new_empty(num_rows, self.config.talker.num_code_groups, dtype=torch.int64)
+        total = torch.empty(x.shape, dtype=torch.float32, device=x.device)  # running sum of a frame's embeddings
+        weights = self.predictor
+        inputs = predictor_inputs(weights, num_rows)
+        inputs[:, 0] = self._project(hidden)
+        embed = Embed(weights.first_sum_table, total, is_first=True, table=weights.first_table, x=inputs[:, 1])
+        ops.sample(logits, first, 0, codes[:, 0], limits=limits, embed=embed)
+        next_input = torch.empty_like(x)
+        predict(ops, weights, inputs, others, codes, total, text, next_input)
+        return codes, next_input
+
+    def _row_frame(self, make: type[RowFrame]) -> Callable[..., tuple[Tensor, Tensor]]:
+        projection, talker = self.network.predictor.small_to_mtp_projection, self.network.talker
+        parts = None if isinstance(projection, nn.Identity) else (projection.weight, projection.bias)
+        norm, head = talker.decoder.norm.weight, talker.codec_head.weight
+        return make(self.layers, norm, head, self.rope, self.eps, self.predictor, parts).frame
+
+    def _layers(
+        self, x: Tensor, positions: Tensor, pages: Tensor, keys: Tensor, values: Tensor, is_prompt: bool
+    ) -> Tensor:
         """All layers of the talker on rows [n, D], before the final norm."""
-        ops, layers = self.prompt_ops if is_prompt else self.ops, self.layers
+        ops, layers = self.ops, self.layers
         for index, layer in enumerate(layers):
             is_last = index + 1 == len(layers)
             following = self.network.talker.codec_head.weight if is_last else layers[index + 1].qkv
             qkv = ops.norm_linear(x, layer.input_norm, self.eps, layer.qkv, prefetch=layer.out)
-            norms, caches = (layer.q_norm, layer.k_norm), (kv.keys[index], kv.values[index])
-            attended = self.ops.attend(
+            norms, caches = (layer.q_norm, layer.k_norm), (keys[index], values[index])
+            attended = ops.attend(
                 qkv,
                 *norms,
                 self.eps,

@@ -6,20 +6,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
 from sottovoce.kernels import torch_ops
 from sottovoce.kernels.tiles import Tuning
 
+if TYPE_CHECKING:
+    from sottovoce.kernels.cpu_frame import RowFrame
+
 __all__ = ["Ops", "Tuning", "select"]
 
 
 @dataclass(frozen=True)
 class Ops:
-    """One implementation of each operation, with the signatures of `torch_ops`; `backend` and `reason` for people."""
+    """One implementation of each operation, with the signatures of `torch_ops`; `backend` and `reason` for people.
+
+    `row_frame`: what computes whole frames, row by row, where that is faster than operations on a batch.
+    """
 
     rms_norm: Callable
     norm_linear: Callable
@@ -32,6 +39,7 @@ class Ops:
     backend: str
     reason: str
     tuning: Tuning = field(default_factory=Tuning)
+    row_frame: type[RowFrame] | None = None
 
 
 def select(device: torch.device | str, dtype: torch.dtype, *, tuning: Tuning | None = None) -> Ops:
@@ -69,8 +77,10 @@ def tuning_for(capability: tuple[int, int]) -> Tuning:
 
 def _cpu() -> Ops:
     from sottovoce.kernels import cpu_ops
+    from sottovoce.kernels.cpu_frame import RowFrame
 
-    return _table(cpu_ops, "cpu", "torch on a CPU, in few calls")
+    reason = "frames row by row in numpy, prompts in torch"
+    return replace(_table(torch_ops, "cpu", reason), attend=cpu_ops.attend, row_frame=RowFrame)
 
 
 def _torch(reason: str) -> Ops:
