@@ -18,7 +18,7 @@ WORKERS ?= 2
 
 say: .venv/core
 	@mkdir -p out
-	$(BIN)/sottovoce say "Hello, this is Sottovoce." -o out/hello.wav
+	$(BIN)/sottovoce say "Hello, this is Sottovoce." --seed 10 -o out/hello.wav
 
 lint: .venv/dev
 	$(BIN)/ruff check .
