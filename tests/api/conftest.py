@@ -12,8 +12,9 @@ from tests.tiny import tiny_checkpoint
 FRAME = 1920
 
 
-def silent(notice: str) -> None:
-    """For whoever wants no notices on stderr."""
+def on_cpu(folder, **options) -> TTS:
+    """A model in float32 on the CPU, whatever else is here, without notices."""
+    return TTS.from_pretrained(folder, **{"device": "cpu", "on_notice": lambda notice: None, **options})
 
 
 def recording(seconds: float = 1.0, rate: int = 24_000, hertz: float = 440.0) -> np.ndarray:
@@ -41,7 +42,7 @@ def endless_folder(tmp_path_factory):
 def loaded(folder_fixture: str):
     @pytest.fixture(scope="session")
     def load(request):
-        with TTS.from_pretrained(request.getfixturevalue(folder_fixture), max_rows=4, on_notice=silent) as tts:
+        with on_cpu(request.getfixturevalue(folder_fixture), max_rows=4) as tts:
             yield tts
 
     return load

@@ -72,8 +72,10 @@ def test_the_good_items_of_a_batch_finish(custom):
     """Every wrong item between good ones, in one call."""
     items = [x for entry in WRONG_ITEMS for x in (entry.values[0], GOOD)]
     items += ["", 5, None, {"seed": 3}, {"words": "Hello."}, Request("🙂"), Request("Fine.", "en", max_frames=1)]
+    before = custom._driver.engine.stats().row_steps
     results = custom.batch(items, on_error="return")
     assert len(results) == len(items)
+    assert custom._driver.engine.stats().row_steps - before <= 3 * len(items)  # nothing ran to a budget
     alone = custom.generate(**GOOD)
     for index, entry in enumerate(WRONG_ITEMS):
         error, good = results[2 * index : 2 * index + 2]

@@ -13,7 +13,7 @@ from sottovoce import hub
 from sottovoce.api import TTS, Codec
 from sottovoce.text.tokenizer import TextTokenizer
 from sottovoce.types import CheckpointError, InputError, NotFoundError, SottovoceError
-from tests.api.conftest import FRAME, recording, silent
+from tests.api.conftest import FRAME, on_cpu, recording
 from tests.tiny import tiny_checkpoint
 
 
@@ -62,7 +62,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
 
 
 def test_max_rows_is_kept_to(custom_folder):
-    with TTS.from_pretrained(custom_folder, max_rows=2, on_notice=silent) as tts:
+    with on_cpu(custom_folder, max_rows=2) as tts:
         engine, most = tts._driver.engine, []
         step = engine.step
         engine.step = lambda: (step(), most.append(engine.stats().rows_running))[0]
@@ -83,12 +83,12 @@ def test_how_a_model_is_named_decides_how_words_are_cut(custom_folder, monkeypat
     monkeypatch.setattr(TextTokenizer, "from_folder", classmethod(watched))
     monkeypatch.setattr(hub, "resolve", lambda *arguments, **options: custom_folder)
     for model in (custom_folder, str(custom_folder), "1.7B-CustomVoice", "someone/a-model", None):
-        TTS.from_pretrained(model, on_notice=silent, max_rows=1).close()
+        on_cpu(model, max_rows=1).close()
     assert asked == [False, False, True, True, False]
 
 
 def test_the_bundled_demo(capsys):
-    with TTS.from_pretrained(max_rows=2) as tts:
+    with TTS.from_pretrained(max_rows=2, device="cpu") as tts:
         assert tts.kind == "custom_voice" and tts.speakers == ["alto", "tenor", "bass"] and "english" in tts.languages
         whole = tts.generate("Hello there.", seed=1, max_frames=9)
         chunks = list(tts.stream("Hello there.", seed=1, max_frames=9))
@@ -103,7 +103,7 @@ def test_the_bundled_demo(capsys):
 @pytest.mark.parametrize("dtype", [torch.float32, "float32", "bfloat16"])
 def test_what_is_used_is_said(custom_folder, dtype):
     device = torch.device("cpu") if isinstance(dtype, torch.dtype) else "cpu"
-    with TTS.from_pretrained(custom_folder, device=device, dtype=dtype, max_rows=1, on_notice=silent) as tts:
+    with on_cpu(custom_folder, device=device, dtype=dtype, max_rows=1) as tts:
         name = str(dtype).removeprefix("torch.")
         assert tts.backends["device"] == "cpu" and tts.backends["dtype"] == name and tts.backends["codec"] == "float32"
         speech = tts.generate("Hello.", voice="ryan", max_frames=2)
@@ -112,7 +112,7 @@ def test_what_is_used_is_said(custom_folder, dtype):
 
 def test_a_small_model_ignores_instructions_and_says_so(tmp_path):
     tiny_checkpoint(tmp_path, "custom_voice", "0.6B")
-    with TTS.from_pretrained(tmp_path, max_rows=1, on_notice=silent) as tts:
+    with on_cpu(tmp_path, max_rows=1) as tts:
         options = {"voice": "ryan", "seed": 1, "max_frames": 2}
         plain = tts.generate("Hello.", **options)
         with pytest.warns(UserWarning, match="ignores them"):
@@ -121,7 +121,9 @@ def test_a_small_model_ignores_instructions_and_says_so(tmp_path):
 
 
 def test_the_codec_alone(base, base_folder):
-    with Codec.from_pretrained(base_folder) as codec, Codec.from_pretrained(base_folder / "speech_tokenizer") as alone:
+    folders = base_folder, base_folder / "speech_tokenizer"
+    codec, alone = (Codec.from_pretrained(folder, device="cpu") for folder in folders)
+    with codec, alone:
         codes = codec.encode((recording(), 24_000))
         assert list(codec._parts) == ["encoder"]  # only the half that is used
         assert np.array_equal(codes, alone.encode((recording(), 24_000)))
@@ -137,7 +139,7 @@ def test_a_program_that_forgets_to_close_ends():
     """In the middle of a stream, at once and without a word."""
     code = (
         "from sottovoce import TTS\n"
-        "tts = TTS.from_pretrained(on_notice=lambda notice: None)\n"
+        "tts = TTS.from_pretrained(device='cpu', on_notice=lambda notice: None)\n"
         "chunks = tts.stream('Words and words. ' * 30, voice='alto', min_new_frames=4000, max_frames=4000)\n"
         "next(chunks)\n"
     )

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from sottovoce import api_codec, voices
-from sottovoce.api import TTS
 from sottovoce.types import InputError, NotFoundError, Voice
-from tests.api.conftest import FRAME, recording, silent
+from tests.api.conftest import FRAME, on_cpu, recording
 
 OPTIONS = {"seed": 21, "max_frames": 9}
 
@@ -35,7 +34,7 @@ def without_encoders(monkeypatch):
 @pytest.fixture(scope="module")
 def fresh(base_folder):
     """The model loaded anew."""
-    with TTS.from_pretrained(base_folder, max_rows=2, on_notice=silent) as tts:
+    with on_cpu(base_folder, max_rows=2) as tts:
         yield tts
 
 
@@ -112,7 +111,7 @@ def test_a_transcript_that_cannot_be_right_is_doubted(base, ref_text, is_doubtfu
 
 def test_the_default_speaker_is_named_once(custom_folder):
     notices: list[str] = []
-    with TTS.from_pretrained(custom_folder, on_notice=notices.append, max_rows=2) as tts:
+    with on_cpu(custom_folder, on_notice=notices.append, max_rows=2) as tts:
         unnamed = tts.batch(["One.", "Two.", "Three."], seed=1, max_frames=1)
         assert notices == [f"no voice named: speaking as 'serena' (speakers: {', '.join(tts.speakers)})"]
         named = tts.batch(["One.", "Two.", "Three."], seed=1, max_frames=1, voice="serena")
