@@ -1,6 +1,6 @@
 """Checks the codec decoder's kernels on this GPU against the plain network, and times them whole, by layer, by tile.
 
-    python benchmarks/codec.py [--only parity,bits,times,layers,sweep] [--workers 12] [--dtype bfloat16]
+    python benchmarks/codec.py [--only parity,bits,times,layers,sweep] [--cases 1x1,64x4] [--workers 16]
 
 Published shape, random weights. Times are medians of graph replays. A step-equivalent is one frame of every stream; the
 ceiling is its arithmetic at --tflops, or reading the weights once at --bandwidth, whichever takes longer. Kernels are
@@ -24,29 +24,31 @@ from torch import Tensor
 
 from sottovoce.codec.fast import FastDecoder, PlainSlotDecoder, SlotDecoder
 from sottovoce.kernels import triton_codec as ops
-from sottovoce.kernels.triton_codec import Conv, Tile
+from sottovoce.kernels.triton_codec import Tile
 
 CASES = [(1, 1), (1, 2), (1, 4), (1, 8), (8, 4), (16, 4), (32, 4), (64, 1), (64, 4), (64, 8)]
-PLAIN_CASES = [(1, 1), (1, 4), (8, 4), (64, 1), (64, 4)]
+PLAIN_CASES = [(1, 1), (8, 4), (64, 4)]
 CUTS = [[8], [1] * 8, [1, 2, 4, 1]]
+SWEEP_CASES = [(64, 4), (1, 1), (8, 4)]
+BITS_CASES = [(1, 8), (1, 2), (1, 4), (64, 8), (64, 1), (16, 4)]
 PARITY_CUTS = [1, 2, 4]
 NUM_STREAMS, NUM_CODES, MAX_FRAMES = 64, 16, 8
 FLOPS, WEIGHT_ELEMENTS = 4.96e9, 114e6  # a frame; the decoder
-KERNELS = ("conv_kernel", "unit_kernel", "depthwise_kernel", "wave_kernel")
+KERNELS = ("embed_kernel", "conv_kernel", "attention_kernel", "unit_kernel", "depthwise_kernel", "wave_kernel")
 DEVICE = torch.device("cuda")
 
-LARGE = [  # for many rows
-    Tile(128, 256, 0, 64, 8, 3), Tile(128, 128, 64, 64, 8, 3), Tile(128, 128, 64, 64, 8, 4),
-    Tile(128, 128, 0, 64, 8, 4), Tile(128, 128, 0, 64, 4, 4), Tile(256, 128, 0, 64, 8, 3), Tile(128, 64, 32, 64, 8, 4),
-    Tile(64, 256, 0, 64, 4, 3), Tile(64, 128, 64, 64, 4, 4), Tile(128, 64, 32, 64, 4, 4),
+# Tiles to try for layers with few and with many rows, and for fused residual units.
+FEW = [
+    Tile(64, 16, 0, 128, 4, 4), Tile(64, 32, 0, 128, 4, 4), Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4),
 ]  # fmt: skip
-SMALL = [  # for one stream
-    Tile(64, 16, 0, 128, 4, 4), Tile(64, 16, 0, 64, 4, 6), Tile(64, 32, 0, 64, 4, 4), Tile(64, 32, 0, 128, 4, 4),
-    Tile(64, 64, 0, 64, 4, 4), Tile(64, 16, 0, 128, 4, 6), Tile(64, 32, 0, 128, 4, 5),
+MANY = [
+    Tile(128, 128, 64, 64, 8, 4), Tile(256, 128, 0, 64, 8, 3), Tile(128, 128, 0, 64, 8, 3),
+    Tile(64, 128, 64, 64, 4, 3), Tile(64, 128, 0, 64, 4, 3), Tile(128, 64, 32, 64, 4, 4), Tile(128, 64, 32, 64, 8, 4),
+    Tile(64, 64, 32, 64, 4, 4), Tile(64, 64, 0, 64, 4, 4),
 ]  # fmt: skip
 UNITS = [
-    Tile(128, 0, 0, 64, 8, 3), Tile(128, 0, 0, 64, 8, 4), Tile(128, 0, 0, 64, 4, 3), Tile(64, 0, 0, 64, 4, 3),
-    Tile(64, 0, 0, 64, 4, 4), Tile(256, 0, 0, 64, 8, 3), Tile(128, 0, 0, 32, 8, 4),
+    Tile(64, 0, 0, 64, 4, 3), Tile(64, 0, 0, 64, 8, 3), Tile(128, 0, 0, 64, 8, 3), Tile(128, 0, 0, 64, 4, 3),
+    Tile(256, 0, 0, 64, 8, 3), Tile(256, 0, 0, 64, 16, 3),
 ]  # fmt: skip
 
 
@@ -75,9 +77,11 @@ def graphed(work: Callable[[], object], repeats: int = 1) -> Callable[[], None]:
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(torch.cuda.Stream()):  # `torch.cuda.graph` collects garbage first, which takes its time
+        graph.capture_begin()
         for _ in range(repeats):
             work()
+        graph.capture_end()
     return graph.replay
 
 
@@ -129,20 +133,28 @@ def stream(decoder: SlotDecoder, slots: Tensor, codes: Tensor, cuts: list[int]) 
     return torch.cat([decoder.decode(slots, part) for part in codes.split(cuts, dim=1)], dim=1)
 
 
-def compile_share(sections: list[str], dtype: torch.dtype, rank: int, num_workers: int) -> None:
+def parse_cases(text: str) -> list[tuple[int, int]]:
+    return [(int(batch), int(frames)) for batch, frames in (case.split("x") for case in text.split(","))]
+
+
+def compile_share(
+    sections: list[str], cases: list[tuple[int, int]], dtype: torch.dtype, rank: int, num_workers: int
+) -> None:
     """Runs the launches whose constants fall to this worker, so that they are in Triton's cache."""
     codec = random_codec(DEVICE, torch.float32)
     mine = lambda constants: zlib.crc32(repr(sorted(constants.items())).encode()) % num_workers == rank  # noqa: E731
     fast = make(codec, dtype)
     if set(sections) & {"times", "layers", "bits", "sweep"}:
-        for batch, frames in CASES:
+        for batch, frames in [*cases, *(BITS_CASES if "bits" in sections else [])]:
             recorded(lambda b=batch, f=frames: fast.decode(slots_for(b), codes_for(b, f)), mine)
     if "parity" in sections:
         for decoder in (fast, make(codec, torch.float32)):
             for frames in PARITY_CUTS:
                 recorded(lambda d=decoder, f=frames: d.decode(slots_for(3), codes_for(3, f)), mine)
     if "sweep" in sections:
-        for _, _, works in sweeps(fast):
+        found: dict = {}
+        recorded(lambda: found.update(sweeps(fast)), mine)
+        for _, _, works in found.values():
             for work in works.values():
                 try:
                     recorded(work, mine)
@@ -189,11 +201,13 @@ def bits(fast: FastDecoder, rows: list) -> None:
              largest=(wave - reference).abs().max().item())  # fmt: skip
 
 
-def times(codec: torch.nn.Module, fast: FastDecoder, rows: list, tflops: float, bandwidth: float) -> None:
-    plain = PlainSlotDecoder(codec.to(fast._dtype).decoder, NUM_STREAMS)
-    for batch, frames in CASES:
+def times(
+    codec: torch.nn.Module, fast: FastDecoder, rows: list, cases: list[tuple[int, int]], tflops: float, bandwidth: float
+) -> None:
+    plain = PlainSlotDecoder(codec.to(fast._dtype).decoder, NUM_STREAMS)  # rounds its weights for good
+    for batch, frames in cases:
         slots, codes = slots_for(batch), codes_for(batch, frames)
-        count = len(recorded(lambda s=slots, c=codes: fast.decode(s, c))) + 1 + len(fast._layers)
+        count = len(recorded(lambda s=slots, c=codes: fast.decode(s, c)))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         ms = 1e3 * event_time(graphed(lambda s=slots, c=codes: fast.decode(s, c)), 15)
@@ -226,73 +240,79 @@ def layers(fast: FastDecoder, rows: list, batch: int, frames: int) -> None:
         emit(rows, section="layers", streams=batch, frames=frames, layer=key, launches=count, us=us)
 
 
-def sweeps(fast: FastDecoder) -> list[tuple[str, float, dict[str, Callable[[], object]]]]:
-    """(what, operations, {tile: work}) for the hottest layers, with many rows and with few."""
-    out = []
+def calls(work: Callable[[], object], name: str) -> list[tuple[tuple, dict]]:
+    """The arguments with which `work` calls a function of `ops`."""
+    seen, function = [], getattr(ops, name)
 
-    def dense(layer: Conv, batch: int, rows: int, tiles: list[Tile], *, is_residual: bool = False) -> None:
-        n, slots = layer.num_outputs, slots_for(batch)
-        x = torch.randn(batch, layer.past.rows + rows, layer.channels, device=DEVICE).to(fast._dtype)
-        raw = torch.randn(batch * rows, n, device=DEVICE).to(fast._dtype)
-        into = fast._blocks[0].up.past if layer is fast._first else ops.NO_PAST
-        keep = {"raw": raw, "residual": raw} if is_residual else {"raw": raw} if layer.width < n else {}
-        works = {
-            str(tuple(vars(tile).values())): lambda t=tile: ops.causal_conv(
-                layer, x, slots, rows, into=into, tile=t, **keep
-            )
-            for tile in tiles
-            if n % (tile.bn + tile.bn2) == 0
-        }
-        what = f"conv {layer.channels}x{layer.taps}>{n} rows {batch * rows}"
-        out.append((what, 2.0 * batch * rows * n * layer.taps * layer.channels, works))
+    def spy(*args: object, **options: object) -> object:
+        seen.append((args, options))
+        return function(*args, **options)
 
-    def unit(conv: Conv, pointwise: Conv, into: ops.Past, batch: int, rows: int) -> None:
-        slots, width = slots_for(batch), conv.channels
-        x = torch.randn(batch, conv.past.rows + rows, width, device=DEVICE).to(fast._dtype)
-        raw = torch.randn(batch * rows, width, device=DEVICE).to(fast._dtype)
-        works = {
-            str(tuple(vars(tile).values())): lambda t=tile: ops.residual_unit(
-                conv, pointwise, x, raw, slots, rows, into=into, has_raw=True, tile=t
-            )
-            for tile in UNITS
-        }
-        out.append((f"unit {width} rows {batch * rows}", 2.0 * batch * rows * width * width * 8, works))
+    setattr(ops, name, spy)
+    try:
+        work()
+    finally:
+        setattr(ops, name, function)
+    return seen
 
-    rows, first = 4, True
-    dense(fast._first, 64, 16, LARGE)
-    dense(fast._first, 1, 4, SMALL)
-    for block in fast._blocks:
-        conv, pointwise = block.units[0]
-        dense(block.up, 64, 4 * rows, LARGE)
-        if first:
-            dense(block.up, 1, rows, SMALL)
-        rows *= block.up.num_outputs // block.up.width
-        if ops.can_fuse(conv.channels):
-            unit(conv, pointwise, block.units[1][0].past, 64, 4 * rows)
-            unit(conv, pointwise, block.units[1][0].past, 1, rows)
-        else:
-            dense(conv, 64, 4 * rows, LARGE)
-            dense(pointwise, 64, 4 * rows, LARGE, is_residual=True)
-            dense(conv, 1, rows, SMALL)
-        first = False
+
+def sweeps(fast: FastDecoder) -> dict[tuple, tuple[str, float, dict[Tile, Callable]]]:
+    """{arguments of the choice: (what, operations, {tile: work})} for every dense layer without a norm."""
+    out = {}
+    for batch, frames in SWEEP_CASES:
+        codes, slots = codes_for(batch, frames), slots_for(batch)
+        for args, options in calls(lambda c=codes, s=slots: fast.decode(s, c), "causal_conv"):
+            layer, n, rows = args[0], args[0].num_outputs, batch * args[3]
+            if layer.norm_eps is not None:
+                continue
+            works = {
+                tile: lambda a=args, o=options, t=tile: ops.causal_conv(*a, **{**o, "tile": t})
+                for tile in (MANY if rows > 256 else FEW)
+                if n % (tile.bn + tile.bn2) == 0
+            }
+            depth = layer.weight.shape[1]
+            key = (rows, n, depth, layer.form, False, False)
+            out.setdefault(key, (f"conv {layer.channels}x{layer.taps}>{n}", 2.0 * rows * n * depth, works))
+        for args, options in calls(lambda c=codes, s=slots: fast.decode(s, c), "residual_unit"):
+            width, rows = args[0].channels, batch * args[5]
+            works = {t: lambda a=args, o=options, t=t: ops.residual_unit(*a, **{**o, "tile": t}) for t in UNITS}
+            out.setdefault((rows, width, False), (f"unit {width}", 2.0 * rows * width * width * 8, works))
     return out
 
 
-def sweep(fast: FastDecoder, rows: list) -> None:
-    for what, operations, works in sweeps(fast):
+def sweep(fast: FastDecoder, rows: list, limit_s: float) -> dict[tuple, Tile]:
+    """Times every tile, layer by layer until the time is up; the best of each layer."""
+    best, end = {}, time.perf_counter() + limit_s
+    for key, (what, operations, works) in sweeps(fast).items():
+        if time.perf_counter() > end:
+            print(f"no time left for {what}, {key[0]} rows")
+            continue
+        took = {}
         for tile, work in works.items():
             try:
-                us = 2e5 * event_time(graphed(work, 5), 5)
+                took[tile] = 2e5 * event_time(graphed(work, 5), 5)
             except Exception as error:
-                emit(rows, section="sweep", what=what, tile=tile, us=f"{type(error).__name__}: {str(error)[:60]}")
-                continue
-            emit(rows, section="sweep", what=what, tile=tile, us=us, tflops=operations / us / 1e6)
+                print(f"{what} {tile}: {type(error).__name__}: {str(error)[:60]}")
+        best[key] = min(took, key=took.get)
+        for tile, us in took.items():
+            name = "/".join(map(str, vars(tile).values())) + (" *" if tile is best[key] else "")
+            emit(rows, section="sweep", what=what, num_rows=key[0], tile=name, us=us, tflops=operations / us / 1e6)
+    return best
+
+
+def use(best: dict[tuple, Tile]) -> None:
+    """The tiles found by a sweep instead of those the kernels would choose."""
+    for name in ("pick_tile", "pick_unit_tile"):
+        choose = getattr(ops, name)
+        setattr(ops, name, lambda *key, choose=choose: best.get(key) or choose(*key))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="parity,bits,times,layers,sweep")
-    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--cases", type=parse_cases, default=CASES, help="streams x frames a call: 1x1,64x4")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds of sweeping")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tflops", type=float, default=790.0, help="matrix products of large size in this dtype")
     parser.add_argument("--bandwidth", type=float, default=4.44e12, help="bytes a second")
@@ -300,10 +320,12 @@ def main() -> None:
     args = parser.parse_args()
     sections, dtype = args.only.split(","), getattr(torch, args.dtype)
     if args.share is not None:
-        return compile_share(sections, dtype, args.share, args.workers)
+        return compile_share(sections, args.cases, dtype, args.share, args.workers)
 
     start = time.perf_counter()
+    cases = ",".join(f"{batch}x{frames}" for batch, frames in args.cases)
     command = [sys.executable, __file__, "--only", args.only, "--dtype", args.dtype, "--workers", str(args.workers)]
+    command += ["--cases", cases]
     workers = [subprocess.Popen([*command, "--share", str(rank)]) for rank in range(args.workers)]
     failed = [rank for rank, worker in enumerate(workers) if worker.wait()]
     print(f"compiled in {time.perf_counter() - start:.0f} s; failed workers: {failed}", flush=True)
@@ -311,12 +333,13 @@ def main() -> None:
     codec = random_codec(DEVICE, torch.float32)
     fast = make(codec, dtype)
     rows: list[dict] = []
+    timed = lambda: times(codec, fast, rows, args.cases, args.tflops, args.bandwidth)  # noqa: E731
     work = {
         "parity": lambda: parity(codec, fast, rows),
         "bits": lambda: bits(fast, rows),
-        "layers": lambda: [layers(fast, rows, *case) for case in ((1, 1), (64, 4))],
-        "sweep": lambda: sweep(fast, rows),
-        "times": lambda: times(codec, fast, rows, args.tflops, args.bandwidth),  # last: it rounds the plain weights
+        "times": timed,
+        "sweep": lambda: (use(sweep(fast, rows, args.limit)), timed()),
+        "layers": lambda: [layers(fast, rows, *case) for case in ((1, 1), (64, 4)) if case in args.cases],
     }
     for name, run in work.items():
         if name in sections:

@@ -374,9 +374,7 @@ class FastDecoder(SlotDecoder):
         self, conv: Conv, pointwise: Conv, x: Tensor, raw: Tensor, slots: Tensor, rows: int, into: Past, has_raw: bool
     ) -> Tensor:
         ops = self._ops
-        if self._is_fused and ops.can_fuse(conv.channels):
+        if self._is_fused and ops.can_fuse(conv.channels, len(slots) * rows):
             return ops.residual_unit(conv, pointwise, x, raw, slots, rows, into=into, has_raw=has_raw)
         hidden = ops.causal_conv(conv, x, slots, rows)
-        return ops.causal_conv(
-            pointwise, hidden, slots, rows, into=into, raw=raw if has_raw else None, residual=raw
-        )  # fmt: skip
+        return ops.causal_conv(pointwise, hidden, slots, rows, into=into, raw=raw, residual=raw)

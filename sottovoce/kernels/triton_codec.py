@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from sottovoce.kernels.triton_codec_conv import conv_kernel, depthwise_kernel, unit_kernel, wave_kernel
+from sottovoce.kernels.triton_codec_conv import COPY_STEP, conv_kernel, depthwise_kernel, unit_kernel, wave_kernel
 from sottovoce.kernels.triton_codec_frames import attention_kernel, embed_kernel
 
 NOTHING, GELU, SWIGLU = 0, 1, 2
@@ -84,6 +84,13 @@ def snake_parameters(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     return alpha.double().exp().div(torch.pi).float(), beta.double().exp().add(1e-9).reciprocal().float()
 
 
+# For few rows, for some, for many: what a sweep on an H200 left over. Each is a variant to compile.
+_TILES = (
+    Tile(64, 16, 0, 128, 4, 4), Tile(64, 64, 0, 64, 4, 4), Tile(128, 128, 64, 64, 8, 4), Tile(128, 128, 0, 64, 8, 4),
+    Tile(128, 64, 32, 64, 8, 4),
+)  # fmt: skip
+
+
 @cache
 def pick_tile(num_rows: int, outputs: int, depth: int, form: int, has_norm: bool, is_wide: bool) -> Tile:
     """The tile with the least estimated time for [num_rows, depth] x [depth, outputs].
@@ -95,17 +102,22 @@ def pick_tile(num_rows: int, outputs: int, depth: int, form: int, has_norm: bool
         bn = next(n for n in (64, 32, 16, 8) if outputs % n == 0 and (is_wide or num_rows > 256 or n <= 32))
         bk = next(k for k in (128, 64, 32, 16, 8) if depth % k == 0 and (k <= 32 or not is_wide))
         return Tile(64, bn, bn if form == SWIGLU else 0, bk, 4, 2 if is_wide else 3)
-    best, least = None, float("inf")
-    for bm in (64, 128):
-        for bn, bn2 in ((256, 0), (128, 64), (128, 0), (64, 32), (64, 0), (32, 0), (16, 0), (8, 0)):
-            if outputs % (bn + bn2):
-                continue
-            programs = -(-num_rows // bm) * (outputs // (bn + bn2))
-            clocks = max(bm * (bn + bn2) / 2048, 2 * (min(bm, num_rows) + bn + bn2) / 28, 4.0)
-            time = -(-programs // 132) * (depth * clocks + 3000)
-            if time < least:
-                least, best = time, Tile(bm, bn, bn2, 64, 8 if bm * (bn + bn2) > 8192 else 4, 4 if bn < 256 else 3)
-    return best
+
+    def time(tile: Tile) -> float:
+        width = tile.bn + tile.bn2
+        programs = -(-num_rows // tile.bm) * (outputs // width)
+        clocks = max(tile.bm * width / 2048, 2 * (min(tile.bm, num_rows) + width) / 28, 4.0)
+        return -(-programs // 132) * (depth * clocks + 3000)
+
+    return min((tile for tile in _TILES if outputs % (tile.bn + tile.bn2) == 0), key=time)
+
+
+@cache
+def pick_unit_tile(num_rows: int, width: int, is_wide: bool) -> Tile:
+    """The tile of a residual unit; its columns follow from the width."""
+    if is_wide:
+        return Tile(64, 0, 0, 32, 4, 2)
+    return Tile(64, 0, 0, 64, 4, 3) if num_rows <= 64 * 132 else Tile(128, 0, 0, 64, 8, 3)
 
 
 def causal_conv(
@@ -132,33 +144,33 @@ def causal_conv(
     if into is not None:
         up, halo = outputs // layer.width, into.rows
         act = x.new_empty(num_streams, halo + num_rows * up, layer.width)
-    share = _share(num_streams)
-    savers, loaders = -(-past.rows * layer.channels // share), -(-halo * layer.width // share)
+    share, savers, loaders = _shares(num_streams, past.rows * layer.channels, halo * layer.width)
     step = tile.bn if layer.form == SWIGLU else tile.bn + tile.bn2
     tiles = -(-num_streams * num_rows // tile.bm) * (outputs // step)
     pool, halo_pool = past.pool if past.rows else x, into.pool if halo else x  # x where nothing is read or written
     conv_kernel[(num_streams * (savers + loaders) + tiles,)](
         x, layer.weight, layer.bias, residual, raw, act, layer.frequency, layer.gain, slots, pool, halo_pool,
         max(pool.stride(0) if past.rows else 0, halo_pool.stride(0) if halo else 0), num_streams, num_rows,
-        layer.dilation, halo, residual_halo, savers, loaders, layer.norm_eps or 0.0,
+        layer.dilation, halo, residual_halo, savers, loaders, share, layer.norm_eps or 0.0,
         CHANNELS=layer.channels, N=outputs, WIDTH=layer.width, TAPS=layer.taps, HAS_NORM=has_norm,
         HAS_BIAS=layer.bias is not None, HAS_RESIDUAL=residual is not None, HAS_RAW=raw is not None,
         HAS_ACT=act is not None, HAS_SNAKE=layer.frequency is not None, FORM=layer.form,
-        BM=tile.bm, BN=tile.bn, BN2=tile.bn2, BK=tile.bk, SHARE=share,
+        BM=tile.bm, BN=tile.bn, BN2=tile.bn2, BK=tile.bk,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return act
 
 
-def _share(num_streams: int) -> int:
-    """Elements of a past that one program copies: few for a few streams, to be quick; many for many, so that copying
-    programs do not crowd out the others."""
-    return 4096 if num_streams <= 8 else 65536
+def _shares(num_streams: int, *counts: int) -> list[int]:
+    """Steps of copying that one program does: few for a few streams, to be quick; many for many, so that copying
+    programs do not crowd out the others. Then the programs a stream needs for each count of elements."""
+    share = 1 if num_streams <= 8 else 16
+    return [share, *(-(-count // (share * COPY_STEP)) for count in counts)]
 
 
-def can_fuse(width: int) -> bool:
-    """Whether a tile of a residual unit fits a program: all its channels at once."""
-    return width <= 192 and any(width == n + n2 for n, n2 in _SPLITS)
+def can_fuse(width: int, num_rows: int) -> bool:
+    """Whether a residual unit is one launch: a tile has all its channels, so few rows leave most of the card idle."""
+    return width <= 192 and (width < 128 or num_rows > 2048) and any(width == n + n2 for n, n2 in _SPLITS)
 
 
 _SPLITS = ((16, 0), (32, 0), (64, 0), (128, 0), (16, 8), (32, 16), (64, 32), (128, 64))
@@ -172,18 +184,14 @@ def residual_unit(
     layer, [B, into.rows + num_rows, C]. Shapes as in `causal_conv`; only widths for which `can_fuse`."""
     num_streams, width = len(slots), conv.channels
     bn, bn2 = next(split for split in _SPLITS if sum(split) == width)
-    if tile is None:
-        is_wide, is_small = x.dtype == torch.float32, num_streams * num_rows <= 64 * 132
-        bm = 64 if is_wide or is_small else 128
-        tile = Tile(bm, bn, bn2, 32 if is_wide else 64, 4 if bm == 64 else 8, 2 if is_wide else 3)
+    tile = tile or pick_unit_tile(num_streams * num_rows, width, x.dtype == torch.float32)
     act = x.new_empty(num_streams, into.rows + num_rows, width)
-    share = _share(num_streams)
-    savers, loaders = -(-conv.past.rows * width // share), -(-into.rows * width // share)
+    share, savers, loaders = _shares(num_streams, conv.past.rows * width, into.rows * width)
     unit_kernel[(num_streams * (savers + loaders) + -(-num_streams * num_rows // tile.bm),)](
         x, conv.weight, conv.bias, conv.frequency, conv.gain, pointwise.weight, pointwise.bias, raw, raw, act,
         pointwise.frequency, pointwise.gain, slots, conv.past.pool, into.pool if into.rows else x,
-        conv.past.pool.stride(0), num_streams, num_rows, conv.dilation, into.rows, savers, loaders,
-        N=width, TAPS=conv.taps, HAS_RAW=has_raw, BM=tile.bm, BN=bn, BN2=bn2, BK=tile.bk, SHARE=share,
+        conv.past.pool.stride(0), num_streams, num_rows, conv.dilation, into.rows, savers, loaders, share,
+        int(has_raw), N=width, TAPS=conv.taps, BM=tile.bm, BN=bn, BN2=bn2, BK=tile.bk,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return act
@@ -195,11 +203,10 @@ def depthwise_norm(
     """x [B, past.rows + num_rows, C], weight float32 [taps, C] -> [B * num_rows, C], normalized over C."""
     (taps, channels), num_streams = weight.shape, len(slots)
     out = x.new_empty(num_streams * num_rows, channels)
-    share = _share(num_streams)
-    savers = -(-past.rows * channels // share)
+    share, savers = _shares(num_streams, past.rows * channels)
     depthwise_kernel[(num_streams * (savers + num_rows),)](
-        x, weight, bias, out, slots, past.pool, past.pool.stride(0), num_streams, num_rows, savers, eps,
-        CHANNELS=channels, TAPS=taps, BLOCK=triton.next_power_of_2(channels), SHARE=share, num_warps=4,
+        x, weight, bias, out, slots, past.pool, past.pool.stride(0), num_streams, num_rows, savers, share,
+        eps, CHANNELS=channels, TAPS=taps, BLOCK=triton.next_power_of_2(channels), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -213,11 +220,10 @@ def last_conv(
     Adds `num_frames` to `positions` [S] and sets `is_bad` [S] for slots with a sample that is not finite.
     """
     (taps, channels), num_streams, bm = weight.shape, len(slots), 32
-    share = _share(num_streams)
-    savers = -(-past.rows * channels // share)
+    share, savers = _shares(num_streams, past.rows * channels)
     wave_kernel[(num_streams * savers + -(-num_streams * num_rows // bm),)](
         x, weight, bias, wave, slots, past.pool, past.pool.stride(0), positions, is_bad, num_streams, num_rows,
-        num_frames, savers, CHANNELS=channels, TAPS=taps, BM=bm, BLOCK=triton.next_power_of_2(channels), SHARE=share,
+        num_frames, savers, share, CHANNELS=channels, TAPS=taps, BM=bm, BLOCK=triton.next_power_of_2(channels),
         num_warps=4,
     )  # fmt: skip
 
@@ -239,6 +245,7 @@ def embed(
         vectors [B, past.rows + T, 2 D] and float32 cos and sin [B * T, head_dim / 2].
     """
     (num_streams, num_frames, num_books), (_, size, width), half = codes.shape, table.shape, len(inverse_frequency)
+    assert past.rows * 2 * width <= COPY_STEP, "one program copies the past"
     x = table.new_empty(num_streams, past.rows + num_frames, 2 * width)
     cos, sin = inverse_frequency.new_empty(2, num_streams * num_frames, half)
     embed_kernel[(num_streams * num_frames,)](

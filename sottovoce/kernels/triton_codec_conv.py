@@ -22,11 +22,13 @@ _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it roun
 _S0, _S1 = tl.constexpr(3.1415925800592377), tl.constexpr(-5.167706879519948)
 _S2, _S3 = tl.constexpr(2.5500313845220157), tl.constexpr(-0.5980452082617829)
 _S4 = tl.constexpr(0.07722018378970297)
-_COPY = tl.constexpr(4096)  # elements a step
+COPY_STEP = 4096  # elements that a copying program moves at once
+_COPY = tl.constexpr(COPY_STEP)
 
 # Integers that must not make new variants of a kernel by their values.
 _SIZES = [
-    "num_streams", "num_rows", "num_frames", "dilation", "halo", "residual_halo", "savers", "loaders",
+    "num_streams", "num_rows", "num_frames", "dilation", "halo", "residual_halo", "savers", "loaders", "share",
+    "has_raw",
 ]  # fmt: skip
 
 
@@ -46,32 +48,32 @@ def _snake(x, frequency, gain):
 
 
 @triton.jit
-def copy_share(target, source, part, count, SHARE: tl.constexpr):
-    """Copies elements part * SHARE … (part + 1) * SHARE of the first `count`."""
-    for start in range(0, SHARE, _COPY):
-        i = part * SHARE + start + tl.arange(0, _COPY)
+def copy_share(target, source, part, count, share):
+    """Copies steps part * share … (part + 1) * share of the first `count` elements."""
+    step = part * share
+    last = step + share
+    while step < last:  # numpy 2.4 refuses a tensor as a bound of range in the interpreter
+        i = step * _COPY + tl.arange(0, _COPY)
         tl.store(target + i, tl.load(source + i, mask=i < count), mask=i < count)
+        step += 1
 
 
 @triton.jit
-def _save_past(
-    pid, x, pool, slots, slot_stride, num_rows, past, savers, CHANNELS: tl.constexpr, SHARE: tl.constexpr
-):
+def _save_past(pid, x, pool, slots, slot_stride, num_rows, past, savers, share, CHANNELS: tl.constexpr):
     """Programs 0 ... num_streams * savers - 1 of a launch: the last `past` rows of x go to the stream's slot."""
     b = pid // savers
     rows = x + (b * (past + num_rows) + num_rows) * CHANNELS
-    copy_share(pool + tl.load(slots + b) * slot_stride, rows, pid % savers, past * CHANNELS, SHARE)
+    copy_share(pool + tl.load(slots + b) * slot_stride, rows, pid % savers, past * CHANNELS, share)
 
 
 @triton.jit
 def _load_halo(
-    pid, act, pool, slots, slot_stride, num_rows, halo, loaders, WIDTH: tl.constexpr, UP: tl.constexpr,
-    SHARE: tl.constexpr,
-):  # fmt: skip
+    pid, act, pool, slots, slot_stride, num_rows, halo, loaders, share, WIDTH: tl.constexpr, UP: tl.constexpr
+):
     """Programs 0 ... num_streams * loaders - 1: the next layer's `halo` rows from the slot, in front of the output."""
     b = pid // loaders
     rows = act + b * (halo + num_rows * UP) * WIDTH
-    copy_share(rows, pool + tl.load(slots + b) * slot_stride, pid % loaders, halo * WIDTH, SHARE)
+    copy_share(rows, pool + tl.load(slots + b) * slot_stride, pid % loaders, halo * WIDTH, share)
 
 
 @triton.jit
@@ -115,8 +117,8 @@ def _accumulate(
 
 @triton.jit
 def _emit(
-    y, m, b, is_row, cols, bias, residual, raw, act, frequency, gain, halo, residual_halo, N: tl.constexpr,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_RAW: tl.constexpr,
+    y, m, b, is_row, cols, bias, residual, raw, act, frequency, gain, halo, residual_halo, has_raw,
+    N: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_ACT: tl.constexpr, HAS_SNAKE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """After the sums: y with the residual goes to `raw` [B * T, N], activated to `act` [B, halo + rows, WIDTH]."""
@@ -127,7 +129,7 @@ def _emit(
     if HAS_RESIDUAL:
         offset = (m + (b + 1) * residual_halo) * N
         y += tl.load(residual + offset[:, None] + cols[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
-    if HAS_RAW:
+    if has_raw:
         tl.store(raw + (m * N)[:, None] + cols[None, :], y.to(raw.dtype.element_ty), mask=is_row[:, None])
     if HAS_ACT:
         if HAS_SNAKE:
@@ -140,11 +142,11 @@ def _emit(
 @triton.jit(do_not_specialize=_SIZES)
 def conv_kernel(
     x, w, bias, residual, raw, act, frequency, gain, slots, save_pool, halo_pool, slot_stride,
-    num_streams, num_rows, dilation, halo, residual_halo, savers, loaders, eps,
+    num_streams, num_rows, dilation, halo, residual_halo, savers, loaders, share, eps,
     CHANNELS: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_RAW: tl.constexpr, HAS_ACT: tl.constexpr,
     HAS_SNAKE: tl.constexpr, FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr,
-    BK: tl.constexpr, SHARE: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """One dense layer, a tile [BM, BN + BN2] a program; `causal_conv` says what the arguments mean."""
     STEP: tl.constexpr = BN if FORM == _SWIGLU else BN + BN2
@@ -153,13 +155,11 @@ def conv_kernel(
     pid = tl.program_id(0)
     if pid < num_streams * savers:
         if TAPS > 1:
-            _save_past(pid, x, save_pool, slots, slot_stride, num_rows, past, savers, CHANNELS, SHARE)
+            _save_past(pid, x, save_pool, slots, slot_stride, num_rows, past, savers, share, CHANNELS)
     elif pid < num_copiers:
         if HAS_ACT:
             pid -= num_streams * savers
-            _load_halo(
-                pid, act, halo_pool, slots, slot_stride, num_rows, halo, loaders, WIDTH, N // WIDTH, SHARE
-            )  # fmt: skip
+            _load_halo(pid, act, halo_pool, slots, slot_stride, num_rows, halo, loaders, share, WIDTH, N // WIDTH)
     else:
         tile = pid - num_copiers
         m = tile // (N // STEP) * BM + tl.arange(0, BM)
@@ -180,13 +180,13 @@ def conv_kernel(
         if FORM == _SWIGLU:
             y = y * tl.sigmoid(y) * y2
         _emit(
-            y, m, b, is_row, cols, bias, residual, raw, act, frequency, gain, halo, residual_halo,
-            N, WIDTH, HAS_BIAS, HAS_RESIDUAL, HAS_RAW, HAS_ACT, HAS_SNAKE, FORM,
+            y, m, b, is_row, cols, bias, residual, raw, act, frequency, gain, halo, residual_halo, HAS_RAW,
+            N, WIDTH, HAS_BIAS, HAS_RESIDUAL, HAS_ACT, HAS_SNAKE, FORM,
         )  # fmt: skip
         if BN2 > 0 and FORM != _SWIGLU:
             _emit(
-                y2, m, b, is_row, cols2, bias, residual, raw, act, frequency, gain, halo, residual_halo,
-                N, WIDTH, HAS_BIAS, HAS_RESIDUAL, HAS_RAW, HAS_ACT, HAS_SNAKE, FORM,
+                y2, m, b, is_row, cols2, bias, residual, raw, act, frequency, gain, halo, residual_halo, HAS_RAW,
+                N, WIDTH, HAS_BIAS, HAS_RESIDUAL, HAS_ACT, HAS_SNAKE, FORM,
             )  # fmt: skip
 
 
@@ -206,19 +206,19 @@ def _square_tile(w, rows, cols, N: tl.constexpr):
 @triton.jit(do_not_specialize=_SIZES)
 def unit_kernel(
     x, w, bias, frequency1, gain1, w2, bias2, raw_in, raw_out, act, frequency2, gain2, slots, save_pool, halo_pool,
-    slot_stride, num_streams, num_rows, dilation, halo, savers, loaders,
-    N: tl.constexpr, TAPS: tl.constexpr, HAS_RAW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BN2: tl.constexpr, BK: tl.constexpr, SHARE: tl.constexpr,
+    slot_stride, num_streams, num_rows, dilation, halo, savers, loaders, share, has_raw,
+    N: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BN2: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A whole residual unit of width N = BN + BN2, a tile [BM, N] a program; the hidden layer never leaves the chip."""
     past = (TAPS - 1) * dilation
     num_copiers = num_streams * (savers + loaders)
     pid = tl.program_id(0)
     if pid < num_streams * savers:
-        _save_past(pid, x, save_pool, slots, slot_stride, num_rows, past, savers, N, SHARE)
+        _save_past(pid, x, save_pool, slots, slot_stride, num_rows, past, savers, share, N)
     elif pid < num_copiers:
         pid -= num_streams * savers
-        _load_halo(pid, act, halo_pool, slots, slot_stride, num_rows, halo, loaders, N, 1, SHARE)
+        _load_halo(pid, act, halo_pool, slots, slot_stride, num_rows, halo, loaders, share, N, 1)
     else:
         m = (pid - num_copiers) * BM + tl.arange(0, BM)
         is_row = m < num_streams * num_rows
@@ -239,27 +239,27 @@ def unit_kernel(
             y2 = tl.dot(h, _square_tile(w2, cols2, cols, N), input_precision="ieee")
             y2 = tl.dot(h2, _square_tile(w2, cols2, cols2, N), y2, input_precision="ieee")
         _emit(
-            y, m, b, is_row, cols, bias2, raw_in, raw_out, act, frequency2, gain2, halo, 0,
-            N, N, True, True, HAS_RAW, True, True, 0,
+            y, m, b, is_row, cols, bias2, raw_in, raw_out, act, frequency2, gain2, halo, 0, has_raw != 0,
+            N, N, True, True, True, True, 0,
         )  # fmt: skip
         if BN2 > 0:
             _emit(
-                y2, m, b, is_row, cols2, bias2, raw_in, raw_out, act, frequency2, gain2, halo, 0,
-                N, N, True, True, HAS_RAW, True, True, 0,
+                y2, m, b, is_row, cols2, bias2, raw_in, raw_out, act, frequency2, gain2, halo, 0, has_raw != 0,
+                N, N, True, True, True, True, 0,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def depthwise_kernel(
-    x, w, bias, out, slots, save_pool, slot_stride, num_streams, num_rows, savers, eps,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
+    x, w, bias, out, slots, save_pool, slot_stride, num_streams, num_rows, savers, share, eps,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Depthwise causal convolution, then normalization over the channels to mean 0 and variance 1; a row a program."""
     PAST: tl.constexpr = TAPS - 1
     num_copiers = num_streams * savers
     pid = tl.program_id(0)
     if pid < num_copiers:
-        _save_past(pid, x, save_pool, slots, slot_stride, num_rows, PAST, savers, CHANNELS, SHARE)
+        _save_past(pid, x, save_pool, slots, slot_stride, num_rows, PAST, savers, share, CHANNELS)
     else:
         m = pid - num_copiers
         c = tl.arange(0, BLOCK)
@@ -277,7 +277,7 @@ def depthwise_kernel(
 @triton.jit(do_not_specialize=_SIZES)
 def wave_kernel(
     x, w, bias, wave, slots, save_pool, slot_stride, positions, is_bad, num_streams, num_rows, num_frames, savers,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
+    share, CHANNELS: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The last convolution, to one channel, clamped to [-1, 1]. Moves the slots on by `num_frames` and marks those
     with a sample that is not finite. Positions are read by earlier launches only."""
@@ -288,7 +288,7 @@ def wave_kernel(
         if pid % savers == 0:
             position = positions + tl.load(slots + pid // savers)
             tl.store(position, tl.load(position) + num_frames)
-        _save_past(pid, x, save_pool, slots, slot_stride, num_rows, PAST, savers, CHANNELS, SHARE)
+        _save_past(pid, x, save_pool, slots, slot_stride, num_rows, PAST, savers, share, CHANNELS)
     else:
         m = (pid - num_copiers) * BM + tl.arange(0, BM)
         is_row = m < num_streams * num_rows

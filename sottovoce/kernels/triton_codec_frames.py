@@ -42,9 +42,9 @@ def embed_kernel(
         code = tl.load(codes + pid * NUM_BOOKS + book)
         total += tl.load(table + (book * SIZE + code) * WIDTH + c).to(tl.float32)
     tl.store(row + WIDTH, total.to(x.dtype.element_ty))
-    if t == 0:
+    if t == 0:  # a step is enough, the caller sees to it
         past = x + b * (HALO + num_frames) * (2 * WIDTH)
-        copy_share(past, halo_pool + slot * slot_stride, 0, HALO * 2 * WIDTH, HALO * 2 * WIDTH)
+        copy_share(past, halo_pool + slot * slot_stride, 0, HALO * 2 * WIDTH, 1)
     half = tl.arange(0, HALF)
     # The angle is rounded to fp32 as the official code does; what follows is exact enough for any position.
     angle = (tl.load(positions + slot) + t).to(tl.float32) * tl.load(inverse_frequency + half)
@@ -53,7 +53,7 @@ def embed_kernel(
     tl.store(cos + pid * HALF + half, _sin_turns(turns + 0.25))
 
 
-@triton.jit(do_not_specialize=["num_frames", "slot_stride"])
+@triton.jit(do_not_specialize=["num_frames"])
 def attention_kernel(
     qkv, cos, sin, out, keys, values, slots, positions, slot_stride, num_frames, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
