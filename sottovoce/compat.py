@@ -336,8 +336,10 @@ def _sampling(options: Mapping[str, Any]) -> tuple[Sampling, int | None]:
         )
     given = {SAMPLING_NAMES[k]: v for k, v in options.items() if k in SAMPLING_NAMES and v is not None}
     max_new_tokens = options.get("max_new_tokens")
-    if max_new_tokens is not None and max_new_tokens < 2:
-        raise InputError(f"max_new_tokens must be at least 2, got {max_new_tokens}", field="max_new_tokens")
+    if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 2):
+        raise InputError(
+            f"max_new_tokens must be a whole number of at least 2, got {max_new_tokens!r}", field="max_new_tokens"
+        )
     return Sampling(**given), None if max_new_tokens is None else max_new_tokens - 1
 
 
