@@ -62,6 +62,20 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
+class TalkerWeights:
+    """The talker, ready for decoding."""
+
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [D]
+    head: Tensor  # [V0, D]
+    projection: Tensor | None  # [Dp, D] of the hidden state into the predictor's width; None where the widths agree
+    projection_bias: Tensor | None  # [Dp]
+    cos: Tensor  # [P, hd]
+    sin: Tensor  # [P, hd]
+    eps: float
+
+
+@dataclass(frozen=True)
 class PredictorWeights:
     """The predictor, ready for decoding: every tensor stacked over its layers L or its K codebooks (15).
 

@@ -1,0 +1,182 @@
+"""Checks the one-launch frame on this GPU against its torch twin and times it, for every batch and both sizes.
+
+    python benchmarks/frame_kernel.py [--sizes 1.7B,0.6B] [--batches 1,2,4,8,16,32,64] [--only check,time,profile]
+
+Weights are random in the published shapes. A time is the median of graph replays, beside what reading the weights once
+takes at --bandwidth. One JSON line a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from statistics import median
+
+import torch
+from kernels_model import CODEBOOKS, DEVICE, make_limits, make_predictor, make_rows, make_state, make_talker, step
+
+from sottovoce.kernels import predictor, torch_ops
+from sottovoce.kernels.cuda_frame import FrameKernel, compiled
+
+
+class Forced:
+    """The torch twin made to follow given codes: records how far below the best logit each of them is, in deviations."""
+
+    def __init__(self, codes):
+        self.codes, self.regrets = codes, []
+
+    def __getattr__(self, name):
+        return getattr(torch_ops, name)
+
+    def sample(self, logits, rows, codebook, out, *, limits=None, embed=None, prefetch=None):
+        logits = logits.float()
+        if limits is not None:
+            logits = logits.masked_fill(limits.banned.bool(), -torch.inf)
+        taken = self.codes[:, codebook]
+        deviation = logits[:, :1024].std(-1)
+        self.regrets.append((logits.amax(-1) - logits.gather(1, taken[:, None])[:, 0]) / deviation)
+        out.copy_(taken)
+        torch_ops.place_embeddings(taken, embed)
+
+
+def upcast(value):
+    """float32 copies of the tensors of a (nested) table."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(upcast(v) for v in value)
+    if hasattr(value, "__dataclass_fields__"):
+        return replace(value, **{n: upcast(getattr(value, n)) for n in value.__dataclass_fields__})
+    return value
+
+
+def run(kernel, state, rows, limits, log=None):
+    cache = state.k_cache, state.v_cache
+    kernel(state.x, state.positions, state.block_table, *cache, rows, rows, limits, state.text, state.codes, state.x, log)
+
+
+def cut(state, rows):
+    """The state of some rows; caches and page numbers stay."""
+    names = ("x", "text", "positions", "block_table", "codes", "embed_sum", "predictor_inputs")
+    return replace(state, **{n: getattr(state, n)[rows].clone() for n in names})
+
+
+def some(table, rows):
+    return replace(table, **{n: v[rows].contiguous() for n, v in vars(table).items()})
+
+
+def report(**values):
+    print(json.dumps(values), flush=True)
+
+
+def check(kernel, size, w, p, batches):
+    torch.manual_seed(1)
+    whole = make_state(size, 64, 700)
+    whole.positions.copy_(torch.arange(64, device=DEVICE) * 11)
+    settings, greedy = make_rows(64), make_rows(64)
+    greedy.do_sample[:] = False
+    first = None
+    for batch in batches:
+        pick = torch.arange(64, device=DEVICE).roll(-40)[:batch].flip(0)  # row 40 last
+        for name, rows in (("greedy", greedy), ("sampled", settings)):
+            state, chosen, limits = cut(whole, pick), some(rows, pick), make_limits(batch)
+            caches = whole.k_cache.clone(), whole.v_cache.clone()
+            state = replace(state, k_cache=caches[0], v_cache=caches[1])
+            run(kernel, state, chosen, limits)
+            torch.cuda.synchronize()
+            place = int(state.block_table[-1, 440 // 16]), 440 % 16
+            row = [state.codes[-1].clone(), state.x[-1].clone(), caches[0][:, place[0], place[1]].clone()]
+            first = first or {}
+            alone = first.setdefault(name, row)
+            equal = [bool(torch.equal(a, b)) for a, b in zip(row, alone)]
+            values = {"batch": batch, "equal_to_first": equal, "codes": row[0].tolist()}
+            if name == "greedy" and batch in (1, 8, 16, 64):
+                twin = Forced(state.codes)
+                exact = upcast(replace(cut(whole, pick), k_cache=whole.k_cache, v_cache=whole.v_cache))
+                step(twin, lambda *a: predictor.predict(twin, *a), upcast(w), upcast(p), exact, chosen, chosen, make_limits(batch))
+                regret = torch.stack(twin.regrets)
+                values["largest_regret"] = [round(float(r.max()), 3) for r in regret]
+                values["best_taken"] = round(float((regret == 0).float().mean()), 4)
+                error = (state.x.float() - exact.x).norm() / exact.x.norm()
+                key = caches[0][-1, state.block_table[-1, 27].long(), 8].float()
+                theirs = exact.k_cache[-1, state.block_table[-1, 27].long(), 8]
+                values["next_input_error"] = round(float(error), 5)
+                values["last_key_error"] = round(float((key - theirs).norm() / theirs.norm()), 5)
+            report(job=f"check {size} {name}", **values)
+
+
+def timed_us(work, replays=20, repeats=5):
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for i in range(repeats + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if i:
+            times.append(start.elapsed_time(end) / replays * 1000)
+    return median(times)
+
+
+def floor_us(w, p, bandwidth):
+    talker = sum(t.nbytes for layer in w.layers for t in vars(layer).values()) + w.head.nbytes
+    talker += w.projection.nbytes if w.projection is not None else 0
+    layers = sum(getattr(p, n).nbytes for n in ("qkv", "out", "gate_up", "down"))
+    return (talker + layers * CODEBOOKS + p.heads.nbytes) / bandwidth * 1e6
+
+
+def profile(kernel, size, batch, position):
+    """Cycles of block 0 by phase: waiting for the others, and working until it arrives itself."""
+    state, rows, limits = make_state(size, batch, position), make_rows(batch), make_limits(batch)
+    log = torch.zeros(4096, dtype=torch.int64, device=DEVICE)
+    for _ in range(3):
+        run(kernel, state, rows, limits, log)
+    clocks = log[log > 0].tolist()
+    report(job=f"profile {size}", batch=batch, count=len(clocks), clocks=[b - a for a, b in zip(clocks, clocks[1:])])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sizes", default="1.7B,0.6B")
+    parser.add_argument("--batches", default="1,2,4,8,16,32,64")
+    parser.add_argument("--only", default="check,time")
+    parser.add_argument("--position", type=int, default=300)
+    parser.add_argument("--bandwidth", type=float, default=4.44e12)
+    options = parser.parse_args()
+    batches = [int(b) for b in options.batches.split(",")]
+    for size in options.sizes.split(","):
+        torch.manual_seed(0)
+        w, p = make_talker(size), make_predictor(size)
+        kernel = FrameKernel(w, p)
+        start = time.time()
+        variants = {kernel.variant(b, 16) for b in batches}
+        if "profile" in options.only:
+            variants |= {kernel.variant(batches[0], 16, True)}
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda v: compiled(v, torch.cuda.get_device_capability()), variants))
+        report(job="compiled", variants=len(variants), seconds=round(time.time() - start, 1))
+        if "check" in options.only:
+            check(kernel, size, w, p, batches)
+        if "profile" in options.only:
+            profile(kernel, size, batches[0], options.position)
+        if "time" in options.only:
+            floor = floor_us(w, p, options.bandwidth)
+            for batch in batches:
+                state, rows, limits = make_state(size, batch, options.position), make_rows(batch), make_limits(batch)
+                us = timed_us(lambda s=state, r=rows, m=limits: run(kernel, s, r, m))
+                speed = round(batch * 80 / us * 1000)
+                report(job="frame", size=size, batch=batch, us=round(us, 1), floor_us=round(floor, 1), share=round(floor / us, 3), audio_s_per_s=speed)
+        del kernel, w, p
+
+
+if __name__ == "__main__":
+    main()

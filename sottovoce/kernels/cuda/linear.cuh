@@ -1,0 +1,183 @@
+// Projections: rows of x are the M side of tensor-core products, 8 weight rows a tile the N side. Each of the 8 warps has
+// an eighth of K, and their sums are added in order: a row's result depends on neither the batch nor its place in it.
+//
+// In a block of 32 columns lane (n, g) = (lane / 4, lane % 4) holds columns 8 g to 8 g + 7 of row n, on both sides; the
+// products take them as their own k order, so every load is 16 bytes.
+
+constexpr int MT = (OCTETS + 1) / 2;  // tiles of 16 rows
+constexpr int ROWS = OCTETS * 8;
+constexpr int FUSED_ROWS = 4, FUSED_STRIDE = HEADS * HEAD_DIM + 8;  // 16 bytes more against bank conflicts
+
+struct Shared {  // offsets in dynamic shared memory
+  static constexpr u32 stream = 0;
+  static constexpr u32 sums = DEPTH * SLOT_BYTES;  // float [WARPS, tiles, ROWS, 8]; also the sampler's and attention's
+  static constexpr u32 squares = sums + SUM_BYTES; // float [WARPS, ROWS]
+  static constexpr u32 totals = squares + WARPS * ROWS * 4;  // float [D], the sum of a row's embeddings
+  static constexpr u32 pieces = totals + D * 4;
+  static constexpr u32 attended = pieces + MAX_PIECES * sizeof(Piece);  // FUSED: [FUSED_ROWS], FUSED_STRIDE elements apart
+  static constexpr u32 bytes = attended + (FUSED ? FUSED_ROWS * FUSED_STRIDE * 2 : 0);
+};
+
+// Where rows of x are: `rows` of them, `stride` elements apart, in L2.
+struct Rows {
+  const u16* x;
+  int stride, rows;
+  __device__ __forceinline__ uint4 load(int row, int k) const {
+    if (row >= rows) return make_uint4(0, 0, 0, 0);
+    return load_shared_l2(x + (i64)row * stride + k);
+  }
+};
+
+__device__ __forceinline__ float squares_of(uint4 v, float total) {
+  const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) total = fmaf(high(w[i]), high(w[i]), fmaf(low(w[i]), low(w[i]), total));
+  return total;
+}
+__device__ __forceinline__ u32 normed(u32 v, float scale, u32 weight) {
+  return times(pack(low(v) * scale, high(v) * scale), weight);
+}
+__device__ __forceinline__ uint4 normed(uint4 v, float scale, uint4 w) {
+  return make_uint4(normed(v.x, scale, w.x), normed(v.y, scale, w.y), normed(v.z, scale, w.z), normed(v.w, scale, w.w));
+}
+
+__host__ __device__ constexpr int step_of(int tiles) { return tiles % 4 == 0 ? 4 : tiles % 3 == 0 ? 3 : tiles % 2 == 0 ? 2 : 1; }
+
+// Sums of T tiles in `memory`, to be read by `tile_sum` after a barrier of the block. `X` loads (row, column) of x.
+template <int K, int T, bool NORM, class X>
+__device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool wait, const X& x, const u16* norm, u16* normed_out) {
+  constexpr int BLOCKS = K / 256, DEEP = K / 512;
+  constexpr bool RESIDENT = OCTETS * BLOCKS * 4 <= 128;
+  constexpr int AHEAD = RESIDENT ? BLOCKS : 16 / OCTETS;
+  constexpr int U = step_of(T * DEEP), CHAINS = T == 1 ? (DEEP % 4 == 0 ? 4 : 3) : T == 2 ? 2 : 1;
+  static_assert(DEEP % CHAINS == 0 || T > 2, "chains divide K");
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int row = lane >> 2, column = warp * (K / 8) + (lane & 3) * 8;
+
+  uint4 weight[NORM ? BLOCKS : 1];
+  if (NORM) {
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) weight[i] = load_constant(norm + column + 32 * i);
+  }
+  if (wait) barrier.wait();
+
+  uint4 a[AHEAD][OCTETS];
+  float scale[OCTETS];
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++)
+#pragma unroll
+    for (int o = 0; o < OCTETS; o++) a[i][o] = x.load(row + 8 * o, column + 32 * i);
+  if (NORM) {
+    float* squares = (float*)(memory + Shared::squares);
+#pragma unroll
+    for (int o = 0; o < OCTETS; o++) {
+      float total = 0;
+#pragma unroll
+      for (int i = 0; i < BLOCKS; i++) total = squares_of(RESIDENT ? a[i % AHEAD][o] : x.load(row + 8 * o, column + 32 * i), total);
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      if ((lane & 3) == 0) squares[warp * ROWS + row + 8 * o] = total;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int o = 0; o < OCTETS; o++) {
+      float total = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) total += squares[w * ROWS + row + 8 * o];
+      scale[o] = rsqrtf(total / K + EPS);
+    }
+    if (RESIDENT) {
+#pragma unroll
+      for (int i = 0; i < BLOCKS; i++)
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++) {
+          a[i % AHEAD][o] = normed(a[i % AHEAD][o], scale[o], weight[i]);
+          if (normed_out && blockIdx.x == 0 && row + 8 * o < x.rows)
+            *(uint4*)(normed_out + (row + 8 * o) * (i64)(2 * K) + column + 32 * i) = a[i % AHEAD][o];
+        }
+    }
+  }
+
+  float c[T][CHAINS][MT][4] = {};
+#pragma unroll
+  for (int first = 0; first < T * DEEP; first += U) {
+    uint4 w[U][2];
+    stream.take(w);
+#pragma unroll
+    for (int half = 0; half < 4; half++)
+#pragma unroll
+      for (int u = 0; u < U; u++) {
+        const int t = (first + u) % T, k = (first + u) / T, block = 2 * k + half / 2;
+        const uint4 b = w[u][half / 2];
+        if (!RESIDENT && NORM && t == 0 && half % 2 == 0) {
+#pragma unroll
+          for (int o = 0; o < OCTETS; o++) a[block % AHEAD][o] = normed(a[block % AHEAD][o], scale[o], weight[block]);
+        }
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+          const uint4 lower = a[block % AHEAD][2 * m];
+          const uint4 upper = 2 * m + 1 < OCTETS ? a[block % AHEAD][2 * m + 1 < OCTETS ? 2 * m + 1 : 0] : make_uint4(0, 0, 0, 0);
+          if (half % 2 == 0)
+            mma(c[t][k % CHAINS][m], lower.x, upper.x, lower.y, upper.y, b.x, b.y);
+          else
+            mma(c[t][k % CHAINS][m], lower.z, upper.z, lower.w, upper.w, b.z, b.w);
+        }
+        if (!RESIDENT && t == T - 1 && half % 2 == 1 && block + AHEAD < BLOCKS) {
+#pragma unroll
+          for (int o = 0; o < OCTETS; o++) a[block % AHEAD][o] = x.load(row + 8 * o, column + 32 * (block + AHEAD));
+        }
+      }
+    stream.template refill<U>();
+  }
+
+  float2* sums = (float2*)(memory + Shared::sums);
+#pragma unroll
+  for (int t = 0; t < T; t++)
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+      float total[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        total[i] = c[t][0][m][i];
+#pragma unroll
+        for (int n = 1; n < CHAINS; n++) total[i] += c[t][n][m][i];
+      }
+      float2* to = sums + ((warp * T + t) * OCTETS + 2 * m) * 32 + lane;
+      to[0] = make_float2(total[0], total[1]);
+      if (2 * m + 1 < OCTETS) to[32] = make_float2(total[2], total[3]);
+    }
+  __syncthreads();
+}
+
+// Two columns of tile t: place i (row 8 o + lane / 4, columns 2 (lane % 4)) of OCTETS * 32, summed over the warps.
+template <int T>
+__device__ __forceinline__ float2 tile_sum(int t, int i) {
+  const float2* sums = (const float2*)(memory + Shared::sums) + t * OCTETS * 32 + i;
+  float2 total = sums[0];
+#pragma unroll
+  for (int w = 1; w < WARPS; w++) {
+    float2 v = sums[w * T * OCTETS * 32];
+    total.x += v.x;
+    total.y += v.y;
+  }
+  return total;
+}
+
+struct Place {  // of a thread's i-th pair of outputs among T tiles
+  int t, inside, row, column;
+  template <int WIDTH, int PER_BLOCK>
+  __device__ __forceinline__ static Place of(int i, int offset, int tiles) {
+    Place p;
+    p.t = i / (OCTETS * 32);
+    p.inside = i % (OCTETS * 32);
+    p.row = p.inside >> 2;
+    p.column = (min((int)blockIdx.x * PER_BLOCK + offset, WIDTH / 8 - tiles) + p.t) * 8 + (p.inside & 3) * 2;
+    return p;
+  }
+};
+
+__device__ __forceinline__ u32 swiglu(float2 gate, float2 up) {
+  float a = rounded(gate.x), b = rounded(gate.y);
+  u32 activated = pack(a / (1.0f + expf(-a)), b / (1.0f + expf(-b)));
+  return times(activated, pack(up.x, up.y));
+}

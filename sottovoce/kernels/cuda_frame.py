@@ -1,0 +1,434 @@
+"""A whole frame in one launch: the CUDA kernel of `cuda/`, compiled at run time, behind a function of tensors.
+
+Builds the kernel for a model's widths and a card (NVRTC, which CUDA builds of torch bring along), keeps the result in
+the user's cache folder, lays out the stream of weights and launches. What a frame means is said by `torch_ops` and
+`predictor`; knows nothing of requests, slots or graphs, but a graph may capture a launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import struct
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sottovoce.kernels.tables import Limits, PredictorWeights, SampleRows, TalkerWeights
+
+MAX_BATCH = 64
+CHUNK = 256  # positions of one block's share of a long row (attention.cuh)
+_HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
+_SOURCES = ("base.cuh", "linear.cuh", "attention.cuh", "sample.cuh", "frame.cu")
+
+
+class Unsupported(RuntimeError):
+    """The kernel cannot run here; the message says why. The other kernels can."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is compiled in: the model's widths, the card, and the batch the kernel is for."""
+
+    width: int
+    inner: int
+    layers: int
+    vocab: int
+    small_width: int
+    small_inner: int
+    small_layers: int
+    codes: int
+    codebooks: int
+    is_projected: bool
+    page: int
+    eps: float
+    grid: int
+    octets: int  # batch rows / 8
+    is_fused: bool  # the predictor's attention is computed by every block instead of between two barriers
+    is_profiled: bool = False
+
+    @property
+    def max_tiles(self) -> int:
+        """Tiles whose sums fit the registers."""
+        return 12 if self.octets <= 2 else 4
+
+    def share(self, num_rows: int) -> int:
+        """Tiles of 8 weight rows that a block takes of a projection."""
+        return -(-num_rows // 8 // self.grid)
+
+    def groups(self, pairs: int) -> int:
+        """Tiles of gate and up that are summed at a time, of 2 * pairs."""
+        tiles = 2 * pairs
+        if tiles <= self.max_tiles:
+            return tiles
+        return tiles // 3 if tiles % 6 == 0 and tiles // 3 <= self.max_tiles else 2
+
+    def defines(self) -> dict[str, object]:
+        qkv = (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
+        return {
+            "GRID": self.grid,
+            "OCTETS": self.octets,
+            "DEPTH": 16,
+            "FUSED": int(self.is_fused),
+            "SUM_BYTES": 24576 if self.octets == 1 else 49152,
+            "MAX_TILES": self.max_tiles,
+            "MAX_PIECES": self.num_pieces,
+            "D": self.width,
+            "I": self.inner,
+            "LAYERS": self.layers,
+            "V0": self.vocab,
+            "DP": self.small_width,
+            "IP": self.small_inner,
+            "SMALL_LAYERS": self.small_layers,
+            "V": self.codes,
+            "CODEBOOKS": self.codebooks,
+            "PROJECTS": int(self.is_projected),
+            "PAGE": self.page,
+            "HEADS": _HEADS,
+            "KV_HEADS": _KV_HEADS,
+            "HEAD_DIM": _HEAD_DIM,
+            "EPS": f"{self.eps!r}f",
+            "QKV_TILES": self.share(qkv),
+            "OUT_TILES": self.share(self.width),
+            "GATE_TILES": self.share(self.inner),
+            "HEAD_TILES": self.share(self.vocab),
+            "PROJECTION_TILES": self.share(self.small_width),
+            "SMALL_QKV_TILES": self.share(qkv),
+            "SMALL_OUT_TILES": self.share(self.small_width),
+            "SMALL_GATE_TILES": self.share(self.small_inner),
+            "SMALL_HEAD_TILES": self.share(self.codes),
+        } | ({"PROFILE": 1} if self.is_profiled else {})
+
+    @property
+    def num_pieces(self) -> int:
+        """The most pieces that a frame's stream can have."""
+
+        def layer(inner: int) -> int:
+            pairs = self.share(inner)
+            return 3 + 2 * pairs // self.groups(pairs)
+
+        passes = (self.codebooks + 1) * self.small_layers * layer(self.small_inner)
+        return self.layers * layer(self.inner) + passes + 2 + self.codebooks
+
+
+class FrameKernel:
+    """One model's frames on one card. Launches share scratch memory: they must follow each other on the device.
+
+    Args:
+        talker: bfloat16 weights.
+        predictor: likewise.
+
+    Raises:
+        Unsupported: the shapes, the dtype or the card are not what the kernel is made for, or NVRTC is missing.
+    """
+
+    def __init__(self, talker: TalkerWeights, predictor: PredictorWeights) -> None:
+        self.talker, self.predictor = talker, predictor
+        self.device = talker.head.device
+        self._check()
+        self._counters = torch.zeros(64 + MAX_BATCH * _KV_HEADS, dtype=torch.int32, device=self.device)
+        self._norms = self._norm_tables()
+        self._pieces: dict[tuple, tuple[Tensor, int]] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        block_table: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        first_rows: SampleRows,
+        other_rows: SampleRows,
+        limits: Limits,
+        text: Tensor,
+        codes: Tensor,
+        next_input: Tensor,
+        log: Tensor | None = None,
+    ) -> None:
+        """A frame of B <= 64 rows: fills `codes` (int64 [B, K]) and `next_input` [B, D] (may be `x`).
+
+        Args:
+            x: [B, D] inputs of the talker.
+            positions: int32 [B], negative for padding.
+            block_table: int32 [B, pages] of each row, in order.
+            k_cache, v_cache: [L, pages, page, Hkv, hd].
+            first_rows, other_rows: sampling of codebook 0 and of the others.
+            limits: what only codebook 0 has.
+            text: [B, D], added to the next input.
+            log: int64, makes a profiled build write clocks of block 0.
+        """
+        batch = len(x)
+        variant = self.variant(batch, k_cache.shape[2], log is not None)
+        pieces, count = self._stream(variant, 2 * batch <= 8 * variant.octets)
+        kernel, shared_bytes = load(variant, self.device)
+        p, max_chunks = self.predictor, -(-block_table.shape[1] * k_cache.shape[2] // CHUNK)
+        tokens = 2 * batch
+        empty = x.new_empty
+        scratch = [
+            empty(tokens, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM),
+            empty(tokens, _HEADS * _HEAD_DIM),
+            *(empty(tokens, variant.width) for _ in range(2)),
+            empty(tokens, max(variant.inner, variant.small_inner)),
+            empty(batch, max(variant.vocab, variant.codes)),
+            empty(batch, 2, variant.small_width),
+            *(empty(variant.small_layers, batch, 16, _KV_HEADS, _HEAD_DIM) for _ in range(2)),
+            torch.empty(batch * _HEADS * max_chunks * (_HEAD_DIM + 2), dtype=torch.float32, device=x.device),
+        ]
+        bias = self.talker.projection_bias
+        pointers = [
+            pieces,
+            *self._norms,
+            self.talker.norm,
+            p.norm,
+            bias,
+            self.talker.cos,
+            self.talker.sin,
+            p.cos,
+            p.sin,
+            p.first_table,
+            p.tables,
+            p.first_sum_table,
+            p.sum_tables,
+            x,
+            text,
+            positions,
+            block_table,
+            k_cache,
+            v_cache,
+            codes,
+            next_input,
+            *scratch,
+            self._counters[64:],
+            self._counters,
+        ]
+        rows = [v for r in (first_rows, other_rows) for v in (*_draw(r), r.do_sample.element_size())]
+        limited = [limits.seen, limits.slots, limits.penalty, limits.banned, limits.min_frames, limits.eos]
+        numbers = [count, batch, k_cache.stride(0), block_table.shape[1], max_chunks]
+        values = [*pointers, *rows, *limited, *numbers, log]
+        _launch(kernel, variant.grid, shared_bytes, [_address(v) for v in values])
+
+    def variant(self, batch: int, page: int, is_profiled: bool = False) -> Variant:
+        """The build for this many rows."""
+        t, p = self.talker, self.predictor
+        octets = next(n for n in (1, 2, 4, 8) if batch <= 8 * n)
+        cores = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return Variant(
+            width=t.head.shape[1],
+            inner=t.layers[0].down.shape[1],
+            layers=len(t.layers),
+            vocab=t.head.shape[0],
+            small_width=p.norm.shape[0],
+            small_inner=p.down.shape[2],
+            small_layers=len(p.down),
+            codes=p.heads.shape[1],
+            codebooks=len(p.heads),
+            is_projected=t.projection is not None,
+            page=page,
+            eps=t.eps,
+            grid=128 if 128 <= cores < 192 else cores,  # the published widths divide by 128 tiles
+            octets=octets,
+            is_fused=batch <= 2,
+            is_profiled=is_profiled,
+        )
+
+    def _check(self) -> None:
+        t, p = self.talker, self.predictor
+        tensors = [t.head, t.norm, p.heads, p.norm, p.tables, p.sum_tables]
+        if any(v.dtype != torch.bfloat16 for v in tensors):
+            raise Unsupported("the frame kernel is built for bfloat16")
+        if torch.cuda.get_device_capability(self.device) < (8, 0):
+            raise Unsupported("the frame kernel needs compute capability 8.0")
+        limit = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
+        if limit < 227 * 1024:
+            raise Unsupported(f"the frame kernel needs 227 KiB of shared memory a block, this card has {limit >> 10}")
+        width, inner = t.head.shape[1], t.layers[0].down.shape[1]
+        heads = t.layers[0].q_norm.shape[0], t.layers[0].out.shape[1], t.layers[0].qkv.shape[0]
+        small = p.q_norm.shape[1], p.out.shape[2], p.qkv.shape[1]
+        wanted = _HEAD_DIM, _HEADS * _HEAD_DIM, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
+        widths = width, inner, p.norm.shape[0], p.down.shape[2]
+        if heads != wanted or small != wanted or any(v % 1024 for v in widths):
+            raise Unsupported("the frame kernel is built for 16 heads of 128, 8 of keys, and multiples of 1024")
+        if len(p.heads) > 15 or t.eps != p.eps:
+            raise Unsupported("the frame kernel is built for at most 16 codebooks and one epsilon")
+
+    def _norm_tables(self) -> list[Tensor]:
+        names = ("input_norm", "q_norm", "k_norm", "post_norm")
+        small = [self.predictor.layer(i) for i in range(len(self.predictor.qkv))]
+        both = ([getattr(w, n) for w in ws for n in names] for ws in (self.talker.layers, small))
+        return [_addresses(tensors, self.device) for tensors in both]
+
+    def _stream(self, v: Variant, is_joint: bool) -> tuple[Tensor, int]:
+        """The pieces of a frame in the order of use (frame.cu), and how many."""
+        key = v.octets, is_joint
+        if key not in self._pieces:
+            t, p = self.talker, self.predictor
+            pieces: list[bytes] = []
+
+            def add(weight: Tensor) -> None:
+                tiles = v.share(len(weight))
+                pieces.append(_piece(weight, tiles, tiles, 0, len(weight) // 8 - tiles, 0))
+
+            def add_layer(w, inner: int) -> None:
+                pairs = v.share(inner)
+                group = v.groups(pairs)
+                add(w.qkv)
+                add(w.out)
+                for first in range(0, pairs, group // 2):
+                    last = inner // 8 - group // 2
+                    pieces.append(_piece(w.gate_up, group, pairs, first, last, inner * w.gate_up.stride(0) * 2))
+                add(w.down)
+
+            for w in t.layers:
+                add_layer(w, v.inner)
+            add(t.head)
+            if t.projection is not None:
+                add(t.projection)
+            for book in range(0 if is_joint else -1, v.codebooks):
+                for i in range(v.small_layers):
+                    add_layer(p.layer(i), v.small_inner)
+                if book >= 0:
+                    add(p.heads[book])
+            table = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8).to(self.device)
+            self._pieces[key] = table, len(pieces)
+        return self._pieces[key]
+
+
+def _piece(weight: Tensor, tiles: int, per_block: int, offset: int, last: int, pair_bytes: int) -> bytes:
+    return struct.pack("<Q6I", weight.data_ptr(), weight.shape[1] * 2, tiles, per_block, offset, last, pair_bytes)
+
+
+def _draw(rows: SampleRows) -> list[Tensor]:
+    return [rows.seed, rows.frame, rows.do_sample, rows.temperature, rows.top_k, rows.top_p]
+
+
+def _addresses(tensors: list[Tensor], device: torch.device) -> Tensor:
+    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64).to(device)
+
+
+def _address(value: Tensor | int | None) -> int:
+    if isinstance(value, Tensor):
+        if not value.is_contiguous():
+            raise ValueError("the frame kernel takes contiguous tensors")
+        return value.data_ptr()
+    return value or 0
+
+
+def _launch(kernel: int, grid: int, shared_bytes: int, values: list[int]) -> None:
+    driver = _driver()
+    buffer = struct.pack(f"<{len(values)}q", *values)
+    block = ctypes.create_string_buffer(buffer, len(buffer))
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    sizes = (ctypes.c_uint(v) for v in (grid, 1, 1, 256, 1, 1, shared_bytes))
+    _raise(driver, driver.cuLaunchCooperativeKernel(ctypes.c_void_p(kernel), *sizes, stream, parameters))
+
+
+_loaded: dict[tuple[Variant, int], tuple[int, int]] = {}
+
+
+def load(variant: Variant, device: torch.device) -> tuple[int, int]:
+    """(function handle, bytes of shared memory) of a build on `device`; compiles it if no cache has it."""
+    key = variant, device.index or 0
+    if key not in _loaded:
+        image = compiled(variant, torch.cuda.get_device_capability(device))
+        driver, module, function, size = _driver(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes the context current
+            _raise(driver, driver.cuModuleLoadData(ctypes.byref(module), image))
+            _raise(driver, driver.cuModuleGetFunction(ctypes.byref(function), module, b"frame"))
+            pointer = ctypes.c_void_p()
+            _raise(
+                driver,
+                driver.cuModuleGetGlobal_v2(ctypes.byref(pointer), ctypes.byref(size), module, b"shared_bytes"),
+            )
+            shared = ctypes.c_uint()
+            _raise(driver, driver.cuMemcpyDtoH_v2(ctypes.byref(shared), pointer, ctypes.c_size_t(4)))
+            _raise(driver, driver.cuFuncSetAttribute(function, 8, shared.value))  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _loaded[key] = function.value, shared.value
+    return _loaded[key]
+
+
+def compiled(variant: Variant, capability: tuple[int, int]) -> bytes:
+    """The machine code of a build, from the cache folder or from NVRTC."""
+    folder = files("sottovoce.kernels") / "cuda"
+    sources = {name: (folder / name).read_text() for name in _SOURCES}
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in variant.defines().items()]
+    key = hashlib.sha256(repr((sources, options, torch.version.cuda)).encode()).hexdigest()[:24]
+    place = _cache_folder() / f"frame-{key}.cubin"
+    if place.exists():
+        return place.read_bytes()
+    image = _compile(sources, options)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_suffix(f".{os.getpid()}")
+        part.write_bytes(image)
+        part.replace(place)
+    except OSError:  # a folder that cannot be written costs a compilation each start
+        pass
+    return image
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sottovoce"
+
+
+def _compile(sources: dict[str, str], options: list[str]) -> bytes:
+    library, program = _nvrtc(), ctypes.c_void_p()
+    *headers, main = sources
+    texts = (ctypes.c_char_p * len(headers))(*(sources[n].encode() for n in headers))
+    names = (ctypes.c_char_p * len(headers))(*(n.encode() for n in headers))
+
+    def check(code: int) -> None:
+        if code:
+            library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise Unsupported(f"NVRTC: {library.nvrtcGetErrorString(code).decode()}{log()}")
+
+    def log() -> str:
+        size = ctypes.c_size_t()
+        if not program or library.nvrtcGetProgramLogSize(program, ctypes.byref(size)):
+            return ""
+        text = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetProgramLog(program, text)
+        return "\n" + text.value.decode()[:4000]
+
+    source = sources[main].encode()
+    check(
+        library.nvrtcCreateProgram(ctypes.byref(program), source, main.encode(), len(headers), texts, names)
+    )
+    arguments = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+    check(library.nvrtcCompileProgram(program, len(options), arguments))
+    size = ctypes.c_size_t()
+    check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+    image = ctypes.create_string_buffer(size.value)
+    check(library.nvrtcGetCUBIN(program, image))
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    return image.raw
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    major = (torch.version.cuda or "0").split(".")[0]
+    for name in (f"libnvrtc.so.{major}", "libnvrtc.so", f"nvrtc64_{major}0_0.dll"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise Unsupported("NVRTC was not found; CUDA builds of torch bring it along: pip install nvidia-cuda-nvrtc")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+def _raise(driver: ctypes.CDLL, code: int) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()}")
