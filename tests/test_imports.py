@@ -17,6 +17,7 @@ WITHOUT_TORCH = """
     sottovoce sottovoce.types sottovoce.config sottovoce.manifest sottovoce.hub sottovoce.tensorfile
     sottovoce.random_checkpoint sottovoce.text.tokenizer sottovoce.text.segment sottovoce.text.language
     sottovoce.audio.io sottovoce.audio.encode sottovoce.audio.join sottovoce.audio.resample
+    sottovoce.memory.cards sottovoce.memory.footprint sottovoce.memory.plan
     sottovoce.engine.request sottovoce.engine.scheduler sottovoce.engine.pages
     sottovoce.cli.app sottovoce.cli.items sottovoce.cli.codes
 """.split()
@@ -38,7 +39,8 @@ def test_importing_the_package_imports_next_to_nothing():
 
 
 def test_help_imports_nothing_heavy():
-    commands = [[], ["say"], ["voice", "make"], ["voice", "show"], ["encode"], ["decode"], ["doctor"], ["make-random"]]
+    commands = [[], ["say"], ["voice", "make"], ["voice", "show"], ["encode"], ["decode"], ["plan"]]
+    commands += [["doctor"], ["make-random"]]
     done = run(
         "import sys\nfrom sottovoce.cli.app import main\n"
         f"for command in {commands!r}:\n"

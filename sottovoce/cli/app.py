@@ -19,6 +19,7 @@ from sottovoce.cli.doctor import doctor
 from sottovoce.cli.encode import encode
 from sottovoce.cli.items import explain
 from sottovoce.cli.make_random import make_random
+from sottovoce.cli.plan import plan
 from sottovoce.cli.say import say
 from sottovoce.cli.voice import voice
 
@@ -49,7 +50,7 @@ def _root(
 ) -> None: ...
 
 
-for command in (say, encode, decode, doctor, make_random):
+for command in (say, encode, decode, plan, doctor, make_random):
     app.command()(command)
 app.add_typer(voice)
 

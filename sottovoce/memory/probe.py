@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
 import torch
 
+from sottovoce.memory.cards import CPU, Card
+from sottovoce.memory.footprint import CONTEXT_BYTES
 from sottovoce.types import InputError, NotFoundError, nearest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,6 +43,25 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise InputError(f"unknown dtype {name!r}{nearest(name, DTYPES)}; known: {', '.join(DTYPES)}", field="dtype")
     return DTYPES[name]
+
+
+def look_at(device: torch.device) -> tuple[Card, int]:
+    """The device as a card to plan for, and the bytes that a plan may use there now."""
+    if device.type != "cuda":
+        return CPU, _free_host_bytes()
+    free, _ = torch.cuda.mem_get_info(device)  # makes the context, which a plan counts as a part
+    capability = torch.cuda.get_device_capability(device)
+    card = Card(torch.cuda.get_device_name(device), None, capability, find_spec("triton") is not None)
+    return card, free + CONTEXT_BYTES
+
+
+def _free_host_bytes() -> int:
+    """What Linux calls available, caches that it would give up included; elsewhere all that is unused."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,0 +1,104 @@
+"""`sottovoce plan`: what a model would take of a card or a budget, part by part, before anything is loaded.
+
+Reads configurations only; no torch unless the card at hand is to be probed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sottovoce.cli.options import Device, Dtype, Json, Model, flag
+
+if TYPE_CHECKING:
+    from sottovoce.config import CodecConfig, ModelConfig
+    from sottovoce.memory.plan import Plan
+
+
+def plan(
+    model: Model = None,
+    memory: Annotated[
+        str | None, flag("--memory", metavar="SIZE", help="Bytes that may be used in all: 8GB, 7.5GiB, 512MB.")
+    ] = None,
+    gpu: Annotated[
+        str | None, flag("--gpu", metavar="CARD", help='A well-known card: "RTX 3060". "CPU" is one.')
+    ] = None,
+    task: Annotated[str, flag("--task", metavar="TASK", help="say, serve, batch or longform. Default: say.")] = "say",
+    profile: Annotated[
+        str | None, flag("--profile", metavar="PROFILE", help="realtime, batch or longform. Default: the task's.")
+    ] = None,
+    rows: Annotated[
+        int | None, flag("--rows", help="Requests at a time. Default: as many as fit and are of use.")
+    ] = None,
+    dtype: Dtype = None,
+    probe: Annotated[bool, flag("--probe", help="Plan for the card at hand and what is free on it.")] = False,
+    device: Device = None,
+    json_: Json = False,
+) -> None:
+    """Say what a model takes, part by part, what fits, and what would make it fit.
+
+    Needs no weights and no GPU. Exit status 1 if it does not fit.
+    """
+    from sottovoce.memory.plan import make_plan, parse_bytes
+
+    config, codec, name = _configs(model)
+    memory_bytes = None if memory is None else parse_bytes(memory)
+    card = gpu
+    if probe:
+        if gpu is not None:
+            raise typer.BadParameter("--probe looks at the card at hand; leave --gpu out", param_hint="--gpu")
+        from sottovoce.memory.probe import look_at, pick_device
+
+        card, free_bytes = look_at(pick_device(device))
+        memory_bytes = free_bytes if memory_bytes is None else min(memory_bytes, free_bytes)
+    decided = make_plan(
+        config, codec, memory_bytes=memory_bytes, card=card, task=task, profile=profile, rows=rows, dtype=dtype
+    )
+    if json_:
+        typer.echo(json.dumps({"model": name} | decided.as_dict(), indent=2))
+    else:
+        typer.echo(describe(decided, name))
+    if not decided.is_feasible:
+        raise typer.Exit(1)
+
+
+def describe(plan: Plan, name: str) -> str:
+    """A plan for people."""
+    from sottovoce.memory.plan import gigabytes
+
+    layout, reasons = plan.layout, plan.reasons
+    if plan.is_feasible:
+        verdict = f"fits: {gigabytes(plan.total_bytes)} of {gigabytes(plan.memory_bytes)}"
+    else:
+        verdict = f"does not fit: it takes {gigabytes(plan.needed_bytes)} of {gigabytes(plan.memory_bytes)}"
+    decisions = {
+        "memory": gigabytes(plan.memory_bytes), "dtype": layout.dtype, "profile": plan.profile,
+        "rows": str(layout.max_rows), "request": f"{layout.max_positions} positions",
+    }  # fmt: skip
+    lines = [f"{name} on {plan.card.name}, task {plan.task}: {verdict}", ""]
+    lines += [f"  {key:<17} {value:<15}  {reasons[key]}" for key, value in decisions.items()]
+    lines += [""]
+    for mark, parts in ((" ", plan.parts), ("!", plan.missing)):
+        lines += [f"{mark} {part:<17} {size / 1e6:>12,.1f} MB  {reasons[part]}" for part, size in parts.items() if size]
+    lines += [f"  {'total':<17} {plan.needed_bytes / 1e6:>12,.1f} MB"]
+    if plan.missing:
+        lines += ["", "! is what does not fit. What would make it fit:"]
+        lines += [f"  -> {advice.text}" for advice in plan.advice] or ["  -> nothing that is known"]
+    return "\n".join(lines)
+
+
+def _configs(model: str | None) -> tuple[ModelConfig, CodecConfig, str]:
+    """Configurations of a folder, or of a published model without its folder, and a name for people."""
+    import os
+
+    from sottovoce import hub
+    from sottovoce.config import PUBLISHED, CodecConfig, ModelConfig
+
+    name = (model or "").removeprefix(hub.HUB_PREFIX)
+    if name in PUBLISHED and not os.path.isdir(model):
+        return ModelConfig.published(name), CodecConfig.published(), name
+    folder = hub.resolve(model, offline=True)
+    codec = CodecConfig.from_folder(folder / "speech_tokenizer")
+    return ModelConfig.from_folder(folder), codec, model or "the demo model"

@@ -1,0 +1,339 @@
+"""What a loaded model takes, in bytes, by arithmetic from its configurations: no file, no device.
+
+Weights, pages, slot tables and codec state are exact: the tests compare them with real networks and engines. Marked as
+estimates are the functions whose figures nobody can count from shapes alone: how much lives at once inside a step, and
+what libraries and the driver keep. Knows what the engine allocates, not how much memory there is nor what is wise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from sottovoce.config import CodecConfig, CodecDecoderConfig, ModelConfig
+from sottovoce.manifest import codec_tensors, model_tensors
+
+# Bytes a weight, by the name of its format.
+FORMAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+GIB = 1 << 30
+CONTEXT_BYTES = GIB // 2  # CUDA context and loaded kernels (estimate); outside of what the allocator reports
+PROCESS_BYTES = 3 * GIB // 8  # Python and torch on a CPU (estimate)
+
+# What the engine fixes; the tests hold these against the engine's own. It imports torch, so it cannot be asked here.
+TEXT_RING_ROWS = 64  # engine.tables
+PREFILL_BLOCKS = (8, 16, 32, 64)  # engine.runner
+ATTENTION_SPLIT = 64  # kernels.triton_ops
+CODEC_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # engine.audio
+CODEC_CHUNK_FRAMES = 8  # engine.audio: the longest chunk
+CODEC_CHUNKS = (1, 2, 4, 8)
+CODEC_RING_FRAMES = 16  # codec.fast: room in the ring beyond the window
+CODEC_PASS_FRAMES = 256  # codec.fast: stream-frames worked on at once
+CACHED_VOICES = 16  # engine.audio: states kept of references
+
+# Estimates. The first two are what torch asks cuBLAS to work in (aten/src/ATen/cuda/CublasHandlePool.cpp).
+CUBLAS_BYTES = {False: 8_519_680, True: 32 << 20}  # up to Ada, and from Hopper on
+NUM_STREAMS = 3  # steps, codec, everything else: a workspace of cuBLAS each
+GRAPH_BYTES = 2 << 20  # one graph: its nodes in the driver, and rounding to the allocator's segments of 2 MiB
+ALLOCATOR_SHARE = 0.02  # lost between blocks
+PROMPT_ROWS = {False: 256, True: 768}  # input rows kept of a request; True: a cloned voice's reference is among them
+PLAIN_COPIES = 6  # activations alive at once in the plain codec's widest layer
+ENCODER_CHUNK_FRAMES = 50  # codec.encoder
+
+# Weight parts in the order of their need, by the official prefixes of their tensors. The first that fits counts.
+_PREFIXES = (
+    ("talker.model.text_embedding.", "text_embedding"),
+    ("talker.text_projection.", "text_projection"),
+    ("talker.model.codec_embedding.", "talker_tables"),
+    ("talker.codec_head.", "talker_tables"),
+    ("talker.code_predictor.model.codec_embedding.", "predictor_tables"),
+    ("talker.code_predictor.lm_head.", "predictor_tables"),
+    ("talker.code_predictor.", "predictor"),
+    ("talker.", "talker"),
+    ("speaker_encoder.", "speaker_encoder"),
+)
+WEIGHT_PARTS = (
+    "talker", "talker_tables", "predictor", "predictor_tables", "text_embedding", "text_projection", "speaker_encoder"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything decided that costs bytes.
+
+    Args:
+        dtype: of activations, keys and values, and of tables made while loading.
+        codec_dtype: of the codec's decoder. Its encoder is always float32.
+        formats: weight format of each of `WEIGHT_PARTS`.
+        places: where each of `WEIGHT_PARTS` lives; only those on the "device" count.
+        max_rows: requests at a time.
+        num_pages, page_tokens: pool of pages for keys and values.
+        max_positions: prompt and speech of one request together, at most.
+        buckets: batch sizes to capture graphs for; `max_rows` is always one.
+        capability: of the card; None is a CPU.
+        has_triton: whether kernels can be compiled.
+    """
+
+    dtype: str
+    codec_dtype: str
+    formats: Mapping[str, str]
+    places: Mapping[str, str]
+    max_rows: int
+    num_pages: int
+    page_tokens: int
+    max_positions: int
+    buckets: tuple[int, ...]
+    capability: tuple[int, int] | None
+    has_triton: bool = True
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Sizes that a batch is filled up to; see `engine.request.Capacity`."""
+        return (*(bucket for bucket in self.buckets if bucket < self.max_rows), self.max_rows)
+
+    def has_codec_kernels(self, config: CodecDecoderConfig) -> bool:
+        """As `codec.fast.can_use_kernels` decides."""
+        if self.capability is None or not self.has_triton:
+            return False
+        last = config.decoder_dim >> len(config.upsample_rates)
+        widths = (last, config.hidden_size, config.latent_dim, config.head_dim)
+        needed = (8, 0) if self.codec_dtype == "bfloat16" else (7, 5)
+        return self.capability >= needed and all(width % 32 == 0 for width in widths)
+
+
+def has_step_kernels(capability: tuple[int, int] | None, has_triton: bool) -> bool:
+    """As `kernels.choose` decides."""
+    return capability is not None and has_triton and capability >= (8, 0)
+
+
+def footprint(config: ModelConfig, codec: CodecConfig, layout: Layout) -> dict[str, int]:
+    """Device bytes of each part of a loaded model that speaks, in the order of need. They add up to the peak."""
+    is_cpu, clones = layout.capability is None, config.speaker is not None
+    is_fast = layout.has_codec_kernels(codec.decoder)
+    weights = weight_bytes(config, layout.formats)
+    parts = {"context": PROCESS_BYTES if is_cpu else CONTEXT_BYTES}
+    parts |= {part: weights[part] for part in WEIGHT_PARTS if part in weights and layout.places[part] == "device"}
+    parts["folded_tables"] = folded_table_bytes(config, layout.dtype) + rope_bytes(
+        config, layout.max_positions, layout.dtype
+    )
+    parts["codec_decoder"] = codec_decoder_bytes(codec, layout.codec_dtype, is_fast=is_fast)
+    if clones:
+        parts["codec_encoder"] = codec_encoder_bytes(codec)
+    parts["kv_pages"] = kv_bytes(config, layout.num_pages, layout.page_tokens, layout.dtype)
+    max_pages = -(-layout.max_positions // layout.page_tokens)
+    parts["slots"] = slot_table_bytes(config, layout.max_rows, max_pages, layout.dtype)
+    parts["prompts"] = prompt_bytes(config, layout.max_rows, layout.dtype)
+    states = layout.max_rows + (CACHED_VOICES if clones else 0)
+    parts["codec_state"] = codec_state_bytes(codec.decoder, states, layout.codec_dtype, is_fast=is_fast)
+    step, chunk = step_bytes(config, layout), chunk_bytes(codec.decoder, layout)
+    parts["workspace"] = step + chunk + (encode_bytes(codec) if clones else 0)
+    if not is_cpu:
+        parts["workspace"] += NUM_STREAMS * CUBLAS_BYTES[layout.capability >= (9, 0)]
+        parts["graphs"] = step + chunk + graph_bytes(codec.decoder, layout)
+    # Weights, decoder and its state are there before the rest, whose room the loading of the decoder may use.
+    later = ("folded_tables", "speaker_encoder", "codec_encoder", "kv_pages", "slots", "prompts", "workspace", "graphs")
+    room = parts["codec_decoder"] + sum(parts.get(part, 0) for part in later)
+    parts["loading"] = max(0, loading_bytes(codec, layout.codec_dtype, is_fast=is_fast) - room)
+    if not is_cpu:
+        parts["allocator"] = int(ALLOCATOR_SHARE * (sum(parts.values()) - parts["context"]))
+    return parts
+
+
+# -- weights: exact ----------------------------------------------------------------------------------------------------
+
+
+def weight_bytes(config: ModelConfig, formats: Mapping[str, str]) -> dict[str, int]:
+    """Bytes of each of `WEIGHT_PARTS` that the model has, in the format named for it."""
+    total: dict[str, int] = {}
+    for name, shape in model_tensors(config).items():
+        part = next(part for prefix, part in _PREFIXES if name.startswith(prefix))
+        total[part] = total.get(part, 0) + prod(shape)
+    return {part: elements * FORMAT_BYTES[formats[part]] for part, elements in total.items()}
+
+
+def folded_table_bytes(config: ModelConfig, dtype: str) -> int:
+    """Embeddings with the predictor's input projection multiplied in: made by `engine.step.stack_predictor` if there
+    is a projection."""
+    talker, predictor = config.talker, config.predictor
+    if talker.hidden_size == predictor.hidden_size:
+        return 0
+    rows = talker.vocab_size + (predictor.num_code_groups - 1) * predictor.vocab_size
+    return rows * predictor.hidden_size * FORMAT_BYTES[dtype]
+
+
+def rope_bytes(config: ModelConfig, max_positions: int, dtype: str) -> int:
+    """Tables of cosines and sines, the padding row and the banned codes, as `engine.step.StepModel` keeps them."""
+    talker, predictor = config.talker, config.predictor
+    numbers = 2 * (max_positions * talker.head_dim + predictor.num_code_groups * predictor.head_dim)
+    return (numbers + talker.hidden_size) * FORMAT_BYTES[dtype] + talker.vocab_size
+
+
+def codec_decoder_bytes(codec: CodecConfig, dtype: str, *, is_fast: bool) -> int:
+    """Codes to samples, with vectors instead of statistics. `is_fast`: with layers multiplied out, as
+    `codec.fast.FastDecoder` keeps it; else the plain network."""
+    size, table = FORMAT_BYTES[dtype], _table_elements(codec.decoder)
+    if not is_fast:
+        return size * (table + sum(_plain_decoder(codec)))
+    matrices, vectors = _fast_decoder(codec.decoder)
+    return size * (table + matrices) + 4 * vectors
+
+
+def codec_encoder_bytes(codec: CodecConfig) -> int:
+    """Samples to codes in float32: the codebooks in use, with vectors instead of statistics."""
+    last_used = codec.num_used_quantizers - codec.encoder.num_semantic_quantizers
+    unused = ("output_proj.weight", ".initialized", ".cluster_usage")
+    kept = 0
+    for name, shape in codec_tensors(codec).items():
+        if not name.startswith("encoder.") or (name.startswith("encoder.quantizer.") and name.endswith(unused)):
+            continue
+        book = name.partition("acoustic_residual_vector_quantizer.layers.")[2].partition(".")[0]
+        if not book or int(book) < last_used:
+            kept += prod(shape)
+    return FORMAT_BYTES["float32"] * kept
+
+
+def _table_elements(config: CodecDecoderConfig) -> int:
+    return config.num_quantizers * config.codebook_size * (config.codebook_dim // 2)
+
+
+@cache
+def _plain_decoder(codec: CodecConfig) -> tuple[int, ...]:
+    """Elements of each tensor of the file that is read for decoding, without the codebooks."""
+    skipped = ("input_proj.weight", ".cluster_usage", ".embedding_sum")
+    return tuple(
+        prod(shape)
+        for name, shape in codec_tensors(codec).items()
+        if name.startswith("decoder.") and not (name.startswith("decoder.quantizer.") and name.endswith(skipped))
+    )
+
+
+def _fast_decoder(config: CodecDecoderConfig) -> tuple[int, int]:
+    """Elements of the matrices, in the decoder's dtype, and of biases and Snakes, in float32."""
+    width, inner, latent, head = config.hidden_size, config.intermediate_size, config.latent_dim, config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    matrices = 3 * width * config.codebook_dim
+    matrices += config.num_hidden_layers * width * (2 * queries + 2 * keys + 3 * inner)
+    vectors = head // 2 + width
+    for index, factor in enumerate(config.upsampling_ratios):
+        matrices += factor * latent * (latent if index else width) + 8 * latent * latent
+        vectors += factor * latent + (7 + 1 + 4 + 1) * latent
+    matrices += 7 * latent * config.decoder_dim
+    vectors += 3 * config.decoder_dim  # a bias, and two numbers a channel of the Snake behind it
+    wide = config.decoder_dim
+    for rate in config.upsample_rates:
+        narrow = wide // 2
+        matrices += 2 * rate * narrow * wide + 3 * (7 + 1) * narrow * narrow
+        vectors += rate * narrow + 2 * narrow + 3 * 2 * 3 * narrow
+        wide = narrow
+    return matrices, vectors + 7 * wide + 1
+
+
+# -- memory of requests: exact, but for prompts ------------------------------------------------------------------------
+
+
+def kv_token_bytes(config: ModelConfig, dtype: str) -> int:
+    """Keys and values of one position."""
+    talker = config.talker
+    return 2 * talker.num_hidden_layers * talker.num_key_value_heads * talker.head_dim * FORMAT_BYTES[dtype]
+
+
+def kv_bytes(config: ModelConfig, num_pages: int, page_tokens: int, dtype: str) -> int:
+    """The pool of pages; one more than can be given out is scratch."""
+    return (num_pages + 1) * page_tokens * kv_token_bytes(config, dtype)
+
+
+def slot_table_bytes(config: ModelConfig, max_rows: int, max_pages: int, dtype: str) -> int:
+    """`engine.tables.SlotTables`: numbers, codes seen, page table, next input and a ring of text rows for each slot."""
+    talker = config.talker
+    numbers = 3 * 8 + 6 * 4 + 5 * 4 + talker.vocab_size + 4 * max_pages
+    return (max_rows + 1) * (numbers + (1 + TEXT_RING_ROWS) * talker.hidden_size * FORMAT_BYTES[dtype])
+
+
+def prompt_bytes(config: ModelConfig, max_rows: int, dtype: str) -> int:
+    """Estimate: input rows of the requests under way, twice as many as speak at a time."""
+    return 2 * max_rows * PROMPT_ROWS[config.kind == "base"] * config.talker.hidden_size * FORMAT_BYTES[dtype]
+
+
+def codec_state_bytes(config: CodecDecoderConfig, max_slots: int, dtype: str, *, is_fast: bool) -> int:
+    """What the decoder carries from chunk to chunk for `max_slots` streams and a scratch one."""
+    steps = config.sliding_window - 1 + (CODEC_RING_FRAMES if is_fast else 0)
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * steps * config.head_dim
+    return (max_slots + 1) * ((kv + _tail_elements(config)) * FORMAT_BYTES[dtype] + 8 + 1)
+
+
+def _tail_elements(config: CodecDecoderConfig) -> int:
+    """Inputs that convolutions look back on, a stream: taps less one, times the dilation, of each."""
+    total = 2 * config.codebook_dim + 6 * config.latent_dim * (len(config.upsampling_ratios) + 1)
+    width = config.decoder_dim
+    for _ in config.upsample_rates:
+        total += width + 6 * (1 + 3 + 9) * (width // 2)
+        width //= 2
+    return total + 6 * width
+
+
+# -- what lives only within a step: estimates --------------------------------------------------------------------------
+
+
+def step_bytes(config: ModelConfig, layout: Layout) -> int:
+    """Estimate: the most that is alive within a talker step, be it a full batch or a block of prompt rows."""
+    talker, predictor, size = config.talker, config.predictor, FORMAT_BYTES[layout.dtype]
+    rows, heads, head = max(layout.max_rows, PREFILL_BLOCKS[-1]), talker.num_attention_heads, talker.head_dim
+    keys, positions = talker.num_key_value_heads * head, layout.max_positions
+    if has_step_kernels(
+        layout.capability, layout.has_triton
+    ):  # partial sums of each split, float32: kernels.triton_ops.attention_workspace
+        splits = 1 << (-(-positions // ATTENTION_SPLIT) - 1).bit_length()
+        attention = rows * heads * splits * (head + 2) * 4
+    else:  # kernels.torch_ops.attend gathers the pages of all rows and widens them; a CPU goes row by row
+        rows = 1 if layout.capability is None else rows
+        attention = rows * positions * (keys * (2 * size + 2 * 4) + 3 * heads * 4)
+    widths = 4 * talker.hidden_size + heads * head + 2 * keys + 2 * talker.intermediate_size
+    small = 2 * predictor.num_hidden_layers * predictor.num_code_groups * predictor.num_key_value_heads
+    numbers = 4 * (3 * talker.vocab_size + talker.hidden_size)  # logits and sums, float32
+    return attention + rows * ((widths + small * predictor.head_dim) * size + numbers)
+
+
+def chunk_bytes(config: CodecDecoderConfig, layout: Layout) -> int:
+    """Estimate: the most that is alive within a codec chunk of a full batch."""
+    size, is_fast = FORMAT_BYTES[layout.codec_dtype], layout.has_codec_kernels(config)
+    streams = 1 if layout.capability is None else _codec_sizes(layout)[-1]
+    frames = streams * CODEC_CHUNK_FRAMES
+    if is_fast:
+        frames = min(frames, CODEC_PASS_FRAMES)
+    rows, width, most = frames * prod(config.upsampling_ratios), config.decoder_dim, 0
+    for rate in config.upsample_rates:
+        rows, width = rows * rate, width // 2
+        is_fused = size < 4 and width <= 192  # codec.fast fuses residual units of these widths
+        copies = (3 if is_fused else 4) if is_fast else PLAIN_COPIES
+        most = max(most, copies * rows * width * size)
+    return most + streams * CODEC_CHUNK_FRAMES * config.frame_samples * 4
+
+
+def encode_bytes(codec: CodecConfig) -> int:
+    """Estimate: a chunk within the codec's encoder, at its first and widest layers."""
+    return PLAIN_COPIES * ENCODER_CHUNK_FRAMES * codec.encode_downsample_rate * codec.encoder.num_filters * 4
+
+
+def graph_bytes(config: CodecDecoderConfig, layout: Layout) -> int:
+    """Estimate: what captured graphs take beyond the workspace they keep: results of each, nodes, rounding."""
+    sizes = _codec_sizes(layout)
+    samples = sum(sizes) * (sum(CODEC_CHUNKS) * config.frame_samples + len(CODEC_CHUNKS))
+    num_graphs = len(layout.batches) + len(PREFILL_BLOCKS) + len(sizes) * len(CODEC_CHUNKS)
+    return 4 * samples + num_graphs * GRAPH_BYTES
+
+
+def loading_bytes(codec: CodecConfig, dtype: str, *, is_fast: bool) -> int:
+    """Estimate: the most that is alive while the codec's decoder is loaded: the file's float32 with the codebooks three
+    times, then the network beside the multiplied one with two float64 copies of its largest weight."""
+    plain = _plain_decoder(codec)
+    at_first = FORMAT_BYTES["float32"] * (sum(plain) + 3 * _table_elements(codec.decoder))
+    both = codec_decoder_bytes(codec, dtype, is_fast=False) + codec_decoder_bytes(codec, dtype, is_fast=True)
+    return max(at_first, both + 2 * 8 * max(plain)) if is_fast else at_first
+
+
+def _codec_sizes(layout: Layout) -> tuple[int, ...]:
+    """Batches that the codec captures: all below the number of slots, and one that holds them all."""
+    below = [size for size in CODEC_BATCHES if size < layout.max_rows]
+    return (*below, next((size for size in CODEC_BATCHES if size >= layout.max_rows), CODEC_BATCHES[-1]))

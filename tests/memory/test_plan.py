@@ -1,0 +1,169 @@
+"""What every plan promises, for any budget; and the choices it makes for known cards."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sottovoce.config import PUBLISHED, CodecConfig, ModelConfig
+from sottovoce.memory.cards import CARDS, CPU, Card, find_card
+from sottovoce.memory.plan import PROFILES, TASKS, make_plan, parse_bytes
+from sottovoce.types import InputError, NotFoundError
+
+CODEC = CodecConfig.published()
+CONFIGS = {name: ModelConfig.published(name) for name in PUBLISHED}
+WITHOUT_TRITON = Card("RTX 4090 without Triton", 24, (8, 9), has_triton=False)
+
+wishes = st.fixed_dictionaries(
+    {
+        "card": st.sampled_from([None, *CARDS, WITHOUT_TRITON]),
+        "task": st.sampled_from(list(TASKS)),
+        "profile": st.sampled_from([None, *PROFILES]),
+        "rows": st.none() | st.integers(1, 80),
+        "dtype": st.sampled_from([None, "bfloat16", "float16", "float32"]),
+    }
+)
+budgets = st.integers(1, 100_000_000_000) | st.integers(1_000_000_000, 10_000_000_000)
+
+
+def plan(name="1.7B-VoiceDesign", **wish):
+    return make_plan(CONFIGS[name], CODEC, **wish)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(PUBLISHED), wishes, budgets)
+def test_a_plan_keeps_to_its_budget_and_its_advice_is_good(name, wish, memory_bytes):
+    made = plan(name, memory_bytes=memory_bytes, **wish)
+    assert made.total_bytes <= made.memory_bytes <= memory_bytes
+    assert made.total_bytes == sum(made.parts.values())
+    assert made.needed_bytes == made.total_bytes + sum(made.missing.values())
+    assert made.is_feasible == (not made.missing) == (not made.advice)
+    assert {*made.parts, *made.missing, "memory", "dtype", "profile", "rows", "request"} == made.reasons.keys()
+    if wish["rows"]:
+        assert made.layout.max_rows == wish["rows"]
+    for advice in made.advice:
+        changes = dict(advice.changes)
+        after = plan(changes.pop("model", name), **{"memory_bytes": memory_bytes, **wish, **changes})
+        assert after.is_feasible, (advice, made)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(PUBLISHED), wishes, budgets, st.integers(0, 20_000_000_000))
+def test_more_memory_never_gives_less(name, wish, memory_bytes, more_bytes):
+    less, more = (plan(name, memory_bytes=n, **wish) for n in (memory_bytes, memory_bytes + more_bytes))
+    assert more.is_feasible or not less.is_feasible
+    for choice in ("max_rows", "num_pages", "max_positions"):
+        assert getattr(more.layout, choice) >= getattr(less.layout, choice)
+
+
+def test_advice_always_leads_somewhere():
+    for name in PUBLISHED:
+        for task in TASKS:
+            assert plan(name, memory_bytes=1, task=task).advice
+            assert plan(name, card="RTX 2060", task=task, rows=64).advice
+
+
+def test_what_the_least_budget_is():
+    short = plan(memory_bytes=4_000_000_000)
+    least = short.advice[0].changes["memory_bytes"]
+    assert not short.is_feasible and short.missing
+    made = plan(memory_bytes=least)
+    assert made.is_feasible and least - made.total_bytes < 10_000_000
+    assert made.layout.max_rows <= 2  # what one row takes, loading included, may do for two
+    assert (
+        plan(memory_bytes=short.needed_bytes).is_feasible and not plan(memory_bytes=short.needed_bytes - 1).is_feasible
+    )
+    assert plan("1.7B-Base", memory_bytes=4_000_000_000).advice[-1].changes == {"model": "0.6B-Base"}
+
+
+@pytest.mark.parametrize(
+    "card, dtype, codec_dtype",
+    [
+        ("T4", "float16", "float32"),
+        ("RTX 3060", "bfloat16", "bfloat16"),
+        ("H100", "bfloat16", "bfloat16"),
+        (None, "bfloat16", "bfloat16"),
+        (CPU, "float32", "float32"),
+    ],
+)
+def test_precision_follows_the_card(card, dtype, codec_dtype):
+    layout = plan(card=card, memory_bytes=30_000_000_000).layout
+    assert (layout.dtype, layout.codec_dtype) == (dtype, codec_dtype)
+    assert layout.formats["talker"] == dtype and layout.places["text_embedding"] == "device"
+
+
+def test_tasks_and_profiles_differ():
+    made = {task: plan(card="H100", task=task) for task in TASKS}
+    assert [made[task].layout.max_rows for task in TASKS] == [8, 64, 64, 16]
+    assert made["batch"].layout.num_pages < made["serve"].layout.num_pages
+    assert made["longform"].layout.max_positions < made["say"].layout.max_positions
+    assert len(made["batch"].layout.batches) < len(made["serve"].layout.batches)
+    other = plan(card="H100", task="serve", profile="batch")
+    assert other.layout.max_rows == 64 and other.layout.num_pages == made["batch"].layout.num_pages
+
+
+def test_a_card_bounds_what_was_given():
+    assert plan(card="RTX 4060", memory_bytes=30_000_000_000).memory_bytes == find_card("RTX 4060").usable_bytes
+    assert plan(card="RTX 4060", memory_bytes=6_000_000_000).memory_bytes == 6_000_000_000
+
+
+def test_long_requests_only_where_attention_has_kernels():
+    with_kernels = plan(card=replace(WITHOUT_TRITON, has_triton=True))
+    assert plan(card=WITHOUT_TRITON).layout.max_positions < with_kernels.layout.max_positions
+
+
+def test_a_plan_is_json():
+    made = plan(memory_bytes=4_000_000_000)
+    data = json.loads(json.dumps(made.as_dict()))
+    assert data["total_bytes"] == sum(data["parts"].values()) and data["is_feasible"] is False
+    assert data["advice"][0]["changes"]["memory_bytes"] == made.advice[0].changes["memory_bytes"]
+    assert data["layout"]["max_rows"] == 1
+
+
+@pytest.mark.parametrize("name", ["RTX 3060", "rtx3060", "NVIDIA GeForce RTX 3060", "3060"])
+def test_cards_by_other_names(name):
+    assert find_card(name).name == "RTX 3060"
+
+
+@pytest.mark.parametrize(
+    "wish, word",
+    [
+        ({"card": "RTX 3069"}, "RTX 3060"),
+        ({"task": "serv"}, "'serve'"),
+        ({"profile": "batsch"}, "'batch'"),
+        ({"dtype": "bfloat"}, "'bfloat16'"),
+        ({"rows": 0}, "rows"),
+        ({"memory_bytes": 0}, "memory"),
+        ({"memory_bytes": None}, "8GB"),
+        ({"memory_bytes": None, "card": CPU}, "8GB"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(wish, word):
+    with pytest.raises(InputError, match=word):
+        plan(**{"memory_bytes": 10**10, **wish})
+
+
+def test_an_unknown_card_is_not_found():
+    with pytest.raises(NotFoundError, match="Known: CPU"):
+        find_card("")
+
+
+@pytest.mark.parametrize(
+    "text, num_bytes",
+    [
+        ("8GB", 8 * 10**9), ("7.5GiB", int(7.5 * 2**30)), ("512MB", 512 * 10**6), ("1 tb", 10**12), ("300 B", 300),
+        (12345, 12345),
+    ],
+)  # fmt: skip
+def test_sizes(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["8", "8G", "GB", "-8GB", "0GB", "8 iB", "eight", "", "1e9B", True, None])
+def test_what_is_no_size(text):
+    with pytest.raises(InputError, match="8GB"):
+        parse_bytes(text)
