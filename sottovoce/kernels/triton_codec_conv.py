@@ -16,14 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_GELU, _SWIGLU = tl.constexpr(1), tl.constexpr(2)  # `triton_codec.GELU` and `SWIGLU`
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds a float32 to the nearest integer
-# sin(pi f) / f as a polynomial in f**2, least maximum error on |f| <= 1/2: 2e-7 in float32.
-_S0, _S1 = tl.constexpr(3.1415925800592377), tl.constexpr(-5.167706879519948)
-_S2, _S3 = tl.constexpr(2.5500313845220157), tl.constexpr(-0.5980452082617829)
-_S4 = tl.constexpr(0.07722018378970297)
+_GELU, _SWIGLU = tl.constexpr(1), tl.constexpr(2)  # `triton_codec.GELU` and `SWIGLU`; only kernels may use globals:
+# those of a function that a kernel calls enter Triton's cache key or not depending on what ran before, so that a
+# process with another order of launches would compile everything again.
 COPY_STEP = 4096  # elements that a copying program moves at once
-_COPY = tl.constexpr(COPY_STEP)
 
 # Integers that must not make new variants of a kernel by their values.
 _SIZES = [
@@ -34,26 +30,28 @@ _SIZES = [
 
 @triton.jit
 def sin_pi(f):
-    """sin(pi f) for |f| <= 1/2."""
+    """sin(pi f) for |f| <= 1/2: f times a polynomial in f**2, least maximum error, 2e-7 in float32."""
     s = f * f
-    return f * (_S0 + s * (_S1 + s * (_S2 + s * (_S3 + s * _S4))))
+    tail = 2.5500313845220157 + s * (-0.5980452082617829 + s * 0.07722018378970297)
+    return f * (3.1415925800592377 + s * (-5.167706879519948 + s * tail))
 
 
 @triton.jit
 def _snake(x, frequency, gain):
-    """x + gain * sin(pi x frequency)**2. The square has period 1 in x * frequency, so rounding finds the remainder."""
+    """x + gain * sin(pi x frequency)**2. The square has period 1 in x * frequency, so rounding finds the remainder:
+    adding and subtracting 1.5 * 2**23 rounds a float32 to the nearest integer."""
     turns = x * frequency
-    wave = sin_pi(turns - ((turns + _ROUND) - _ROUND))
+    wave = sin_pi(turns - ((turns + 12582912.0) - 12582912.0))
     return x + gain * wave * wave
 
 
 @triton.jit
 def copy_share(target, source, part, count, share):
-    """Copies steps part * share … (part + 1) * share of the first `count` elements."""
+    """Copies steps part * share … (part + 1) * share of the first `count` elements; a step is `COPY_STEP` of them."""
     step = part * share
     last = step + share
     while step < last:  # numpy 2.4 refuses a tensor as a bound of range in the interpreter
-        i = step * _COPY + tl.arange(0, _COPY)
+        i = step * 4096 + tl.arange(0, 4096)
         tl.store(target + i, tl.load(source + i, mask=i < count), mask=i < count)
         step += 1
 
@@ -119,12 +117,12 @@ def _accumulate(
 def _emit(
     y, m, b, is_row, cols, bias, residual, raw, act, frequency, gain, halo, residual_halo, has_raw,
     N: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_ACT: tl.constexpr, HAS_SNAKE: tl.constexpr, FORM: tl.constexpr,
+    HAS_ACT: tl.constexpr, HAS_SNAKE: tl.constexpr, IS_GELU: tl.constexpr,
 ):  # fmt: skip
     """After the sums: y with the residual goes to `raw` [B * T, N], activated to `act` [B, halo + rows, WIDTH]."""
     if HAS_BIAS:
         y += tl.load(bias + cols)[None, :]
-    if FORM == _GELU:
+    if IS_GELU:
         y = 0.5 * y * (1.0 + tl.math.erf(y * 0.7071067811865476))
     if HAS_RESIDUAL:
         offset = (m + (b + 1) * residual_halo) * N
@@ -181,12 +179,12 @@ def conv_kernel(
             y = y * tl.sigmoid(y) * y2
         _emit(
             y, m, b, is_row, cols, bias, residual, raw, act, frequency, gain, halo, residual_halo, HAS_RAW,
-            N, WIDTH, HAS_BIAS, HAS_RESIDUAL, HAS_ACT, HAS_SNAKE, FORM,
+            N, WIDTH, HAS_BIAS, HAS_RESIDUAL, HAS_ACT, HAS_SNAKE, FORM == _GELU,
         )  # fmt: skip
         if BN2 > 0 and FORM != _SWIGLU:
             _emit(
                 y2, m, b, is_row, cols2, bias, residual, raw, act, frequency, gain, halo, residual_halo, HAS_RAW,
-                N, WIDTH, HAS_BIAS, HAS_RESIDUAL, HAS_ACT, HAS_SNAKE, FORM,
+                N, WIDTH, HAS_BIAS, HAS_RESIDUAL, HAS_ACT, HAS_SNAKE, FORM == _GELU,
             )  # fmt: skip
 
 
@@ -240,12 +238,12 @@ def unit_kernel(
             y2 = tl.dot(h2, _square_tile(w2, cols2, cols2, N), y2, input_precision="ieee")
         _emit(
             y, m, b, is_row, cols, bias2, raw_in, raw_out, act, frequency2, gain2, halo, 0, has_raw != 0,
-            N, N, True, True, True, True, 0,
+            N, N, True, True, True, True, False,
         )  # fmt: skip
         if BN2 > 0:
             _emit(
                 y2, m, b, is_row, cols2, bias2, raw_in, raw_out, act, frequency2, gain2, halo, 0, has_raw != 0,
-                N, N, True, True, True, True, 0,
+                N, N, True, True, True, True, False,
             )  # fmt: skip
 
 
