@@ -12,7 +12,7 @@ import torch
 from sottovoce.codec.codec import Codec
 from sottovoce.codec.fast import slot_decoder
 from sottovoce.config import CodecConfig, ModelConfig
-from sottovoce.engine.audio import AudioStage
+from sottovoce.engine.audio import MAX_CHUNK_FRAMES, AudioStage
 from sottovoce.engine.engine import Engine
 from sottovoce.engine.request import Capacity
 from sottovoce.kernels import select
@@ -84,7 +84,10 @@ def make_engine(
 ) -> Engine:
     """An engine for `rows` requests at once; without a codec it gives codes only."""
     weight = network.talker.codec_head.weight
-    audio = AudioStage(slot_decoder(codec.decoder, rows), use_graphs=use_graphs) if codec is not None else None
+    audio = None
+    if codec is not None:
+        decoder = slot_decoder(codec.decoder, rows, max_frames=MAX_CHUNK_FRAMES)
+        audio = AudioStage(decoder, use_graphs=use_graphs)
     capacity = Capacity(num_pages=rows * tokens_a_row // 16, max_rows=rows, page_tokens=16)
     ops = select(weight.device, weight.dtype)
     return Engine(network, audio, ops, capacity, tokens_a_row, use_graphs=use_graphs)

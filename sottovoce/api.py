@@ -24,7 +24,7 @@ from sottovoce.attempts import Company, Prepared, about_item, streamed
 from sottovoce.audio.io import AudioInput
 from sottovoce.codec.codec import DecodeMode
 from sottovoce.codec.fast import SlotDecoder, slot_decoder
-from sottovoce.engine.audio import AudioStage
+from sottovoce.engine.audio import MAX_CHUNK_FRAMES, AudioStage
 from sottovoce.engine.driver import Driver
 from sottovoce.engine.engine import Engine
 from sottovoce.engine.request import Capacity
@@ -376,7 +376,7 @@ def _audio_stage(folder: Path, device: torch.device, dtype: torch.dtype, max_slo
         # Codebooks are quotients of statistics, which must be divided before they are rounded.
         codec = load_codec(folder, device=device, parts=("decoder",))
         codec.freeze_codebooks()
-        return slot_decoder(codec.decoder.to(dtype), max_slots)
+        return slot_decoder(codec.decoder, max_slots, dtype, MAX_CHUNK_FRAMES)
 
     return AudioStage(decoder(dtype), None if dtype == torch.float32 else lambda: decoder(torch.float32))
 

@@ -214,12 +214,13 @@ class CodecDecoder(nn.Module):
             state: from `initial_state` or from the call before; it is not changed.
 
         Returns:
-            samples [B, T * frame_samples] in [-1, 1], in the precision of the weights, and the next state.
+            samples [B, T * frame_samples] in [-1, 1], in the precision of the weights, NaN where they are not finite
+            (clamping would hide an infinity), and the next state.
         """
         latents, state = self.latents(codes, cast(state, self.dtype))
         wave, tails = self.waveform(latents, state.tails[self.num_latent_tails :])
         state = DecoderState(state.position, state.keys, state.values, state.tails[: self.num_latent_tails] + tails)
-        return wave.clamp(-1.0, 1.0), state
+        return wave.where(wave.isfinite(), torch.nan).clamp(-1.0, 1.0), state
 
     @property
     def num_latent_tails(self) -> int:

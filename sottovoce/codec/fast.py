@@ -81,13 +81,14 @@ def slot_decoder(
     """The fastest slot decoder for where `decoder` is.
 
     Args:
-        decoder: read, not kept, if kernels take over; kept and used as it is otherwise.
-        dtype: of weights and state with kernels, by default the decoder's.
+        decoder: read, not kept, if kernels take over; otherwise kept, and converted in place.
+        dtype: of weights and state, by default the decoder's. Kernels fold weights before they round them, so a decoder
+            in float32 is the better source.
         max_frames: the longest chunk.
     """
     if can_use_kernels(decoder.config, decoder.device, dtype or decoder.dtype):
         return FastDecoder(decoder, max_slots, dtype or decoder.dtype, max_frames=max_frames)
-    return PlainSlotDecoder(decoder, max_slots)
+    return PlainSlotDecoder(decoder.to(dtype or decoder.dtype), max_slots)
 
 
 def can_use_kernels(config: CodecDecoderConfig, device: torch.device, dtype: torch.dtype) -> bool:

@@ -260,3 +260,15 @@ def test_plain_slots_with_padding_rows(decoder, device):
     close(plain.decode(slots, codes)[:1], expected, 1e-5)
     plain.reset(slots[:1])
     close(plain.decode(slots, codes)[:1], expected, 1e-5)
+
+
+def test_plain_slots_see_infinities(decoder, device):
+    """The last bias is all that reaches the samples: infinite, they would be clamped to 1 and look sound."""
+    plain, bias = PlainSlotDecoder(decoder, 1), decoder.decoder[-1].conv.bias
+    kept = bias.clone()
+    codes, slot = torch.zeros(1, 1, 3, dtype=torch.int64, device=device), torch.tensor([0], device=device)
+    try:
+        bias.fill_(torch.inf)
+        assert not plain.decode(slot, codes).isfinite().any() and plain.is_bad.tolist() == [True, False]
+    finally:
+        bias.copy_(kept)
