@@ -66,8 +66,12 @@ class Codec:
         Args:
             audio: a file, bytes, base64, or (samples, rate).
             field: how errors call it.
+
+        Silence and clips of any length above nothing have codes, other than as a reference for a voice.
         """
-        samples = read_audio(audio, sample_rate=SAMPLE_RATE, field=field)
+        samples = read_audio(
+            audio, sample_rate=SAMPLE_RATE, field=field, min_s=1 / SAMPLE_RATE, is_silence_allowed=True
+        )
         return self._part("encoder").encode([samples])[0].T.cpu().numpy()
 
     def decode(self, codes: np.ndarray, *, mode: DecodeMode = "exact") -> np.ndarray:

@@ -71,7 +71,8 @@ class Attempt:
         if wrong is None:
             usage = Usage(self.piece.num_prompt, len(codes), self._retries)
             return Speech(samples, codes, event.finish_reason, usage, self.seed, SAMPLE_RATE, self.backends)
-        if self._retries < request.retries:
+        is_drawn = request.sampling.do_sample or request.sampling.subtalker_do_sample
+        if self._retries < request.retries and is_drawn:  # greedy speech is the same on every seed
             self._retries += 1
             self._start()
             return None
