@@ -9,6 +9,7 @@ from sottovoce.audio.join import FADE_MS
 from sottovoce.text.segment import pause_after_s, split_text
 from sottovoce.types import SAMPLE_RATE, InputError
 from tests.api.conftest import FRAME
+from tests.api.test_api_stream import idle
 
 SENTENCES = (
     "It was late when the two of them came down to the harbour, and the lamps were out.",
@@ -107,8 +108,9 @@ def test_fifty_thousand_characters(custom):
 
 def test_an_error_in_one_piece_ends_the_item_alone(base, clone, monkeypatch):
     """The other pieces are cancelled, the other items are not."""
-    broken = {"text": TEXT, "voice": clone, **OPTIONS}
+    broken = {"text": TEXT, "voice": clone, "min_new_frames": 80, "max_frames": 80}
     prepare, prepared = base._prepare, []
+    before = base._driver.engine.stats().row_steps
 
     def refuse(request):
         prepared.append(request.text)
@@ -120,4 +122,6 @@ def test_an_error_in_one_piece_ends_the_item_alone(base, clone, monkeypatch):
     error, good = base.batch([broken, {"text": "Good.", "voice": clone, **OPTIONS}], on_error="return")
     assert str(error) == "item 0: not this piece" and len(prepared) == 7
     monkeypatch.undo()
+    idle(base)
+    assert base._driver.engine.stats().row_steps - before < 100  # of 5 pieces of 80 frames that were under way
     assert np.array_equal(good.codes, base.generate("Good.", voice=clone, **OPTIONS).codes)

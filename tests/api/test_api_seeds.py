@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -49,6 +50,42 @@ def test_a_changed_neighbour_changes_nothing(base, pool):
     for neighbour in ({"seed": 99}, {"text": "Something else altogether.", "max_frames": 1}, {"temperature": 0.3}):
         first, _ = base.batch([items[2], {**items[0], **neighbour}])
         assert_same(first, alone[2])
+
+
+def test_not_a_bit_of_what_the_model_remembers_differs(base, pool, monkeypatch):
+    """Codes would hide it: keys and values of the prompt and of every frame."""
+    items, _ = pool
+    engine = base._driver.engine
+    places, kept = engine.scheduler._places, {}
+
+    def watched(row):
+        length, num_pages = row.next_position, len(row.pages)
+        memory = torch.stack((engine.runner.kv.keys, engine.runner.kv.values))[:, :, row.pages]
+        kept[seeds[row.id]] = memory.flatten(2, 3)[:, :, :length]
+        assert length <= num_pages * places.pool.page_tokens
+        return release(row)
+
+    def remembered(*batch):
+        places.pool.forget(range(places.pool.num_pages))  # or the second would read what the first has written
+        kept.clear()
+        base.batch(batch)
+        return dict(kept)
+
+    seeds: dict = {}
+    begin = engine.add
+
+    def noted(request_id, **request):
+        seeds[request_id] = request["seed"]
+        return begin(request_id, **request)
+
+    release = places.release
+    monkeypatch.setattr(places, "release", watched)
+    monkeypatch.setattr(engine, "add", noted)
+    alone = {item["seed"]: remembered(item)[item["seed"]] for item in items}
+    together = remembered(*items)
+    assert sorted(together) == sorted(alone) == [10, 11, 12, 13, 14, 15]
+    for seed, memory in together.items():
+        assert memory.shape == alone[seed].shape and torch.equal(memory, alone[seed]), seed
 
 
 def test_the_seed_in_the_result_reproduces_it(base, timbre):

@@ -8,10 +8,13 @@ import time
 import numpy as np
 import pytest
 
+from sottovoce.text.segment import pause_after_s, split_text
 from sottovoce.types import InputError
 from tests.api.conftest import FRAME
 
-LONG = "A first sentence of some length, to be spoken alone. " * 8 + "\n\nAnd a last one."
+LONG = (
+    "A sentence of some length is spoken first. " * 5 + "Then one that goes on, and on, and on, " * 6 + "\n\nThe end."
+)
 
 
 def joined(chunks) -> tuple[np.ndarray, np.ndarray]:
@@ -47,7 +50,10 @@ def test_joined_chunks_are_the_whole(custom, text):
 
 def test_a_long_text_is_several_requests(custom):
     speech = custom.generate(LONG, seed=8, max_frames=1, voice="ryan")
-    assert len(speech.codes) == 3 and len(speech.samples) > 3 * FRAME  # one frame a piece, and pauses between
+    texts = split_text(LONG)
+    assert [text[-1] for text in texts] == [".", ",", "."]  # so the pauses are of different lengths
+    pauses = sum(round(24_000 * pause_after_s(text)) for text in texts[:-1])
+    assert len(speech.codes) == 3 and len(speech.samples) == 3 * FRAME + pauses  # one frame a piece
     assert len(custom.generate(LONG, split=False, seed=8, max_frames=1, voice="ryan").codes) == 1
 
 
