@@ -138,7 +138,7 @@ def test_silence():
     codes = codes_of(speech_like(120))
     silent = loud(120)
     silent[-50 * FRAME :] = 0
-    assert runaway_reason(codes) == "silence"
+    assert runaway_reason(silent, codes) == "silence"
     hiss = np.random.default_rng(0).standard_normal(120 * FRAME).astype(np.float32)
     assert runaway_reason(5e-4 * hiss, codes) == "silence"  # from the beginning on
     faint = loud(120)
