@@ -22,7 +22,7 @@ from torch import Tensor
 from sottovoce.kernels.tables import Limits, PredictorWeights, SampleRows, TalkerWeights
 
 MAX_BATCH = 64
-CHUNK = 256  # positions of one block's share of a long row (attention.cuh)
+CHUNK = 512  # positions of one block's share of a long row (attention.cuh)
 _HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
 _SOURCES = ("base.cuh", "linear.cuh", "attention.cuh", "sample.cuh", "frame.cu")
 
@@ -51,6 +51,8 @@ class Variant:
     octets: int  # batch rows / 8
     is_fused: bool  # the predictor's attention is computed by every block instead of between two barriers
     is_profiled: bool = False
+    extra: str = ''
+    depth: int = 16  # tiles of weights in flight, a power of two
 
     @property
     def max_tiles(self) -> int:
@@ -73,7 +75,7 @@ class Variant:
         return {
             "GRID": self.grid,
             "OCTETS": self.octets,
-            "DEPTH": 16,
+            "DEPTH": self.depth,
             "FUSED": int(self.is_fused),
             "SUM_BYTES": 24576 if self.octets == 1 else 49152,
             "MAX_TILES": self.max_tiles,
@@ -102,7 +104,7 @@ class Variant:
             "SMALL_OUT_TILES": self.share(self.small_width),
             "SMALL_GATE_TILES": self.share(self.small_inner),
             "SMALL_HEAD_TILES": self.share(self.codes),
-        } | ({"PROFILE": 1} if self.is_profiled else {})
+        } | ({"PROFILE": 1} if self.is_profiled else {}) | {n: 1 for n in self.extra.split()}
 
     @property
     def num_pieces(self) -> int:
@@ -234,6 +236,8 @@ class FrameKernel:
             octets=octets,
             is_fused=batch <= 2,
             is_profiled=is_profiled,
+            extra=os.environ.get('FRAME_EXTRA', ''),
+            depth=int(os.environ.get('FRAME_DEPTH', '16')),
         )
 
     def _check(self) -> None:

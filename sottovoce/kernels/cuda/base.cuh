@@ -41,10 +41,18 @@ __device__ __forceinline__ u32 load_word_l2(const void* p) {
   asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ float2 load_float2_l2(const void* p) {
-  float2 v;
-  asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
-  return v;
+__device__ __forceinline__ float load_float_l2(const void* p) { return __uint_as_float(load_word_l2(p)); }
+// Stores, and asks for the same word at once: when the answer is there, the word is in L2 for all to see. A fence would
+// say as much, but waits for all the weights in flight as well. `seen` tells whether all answers were right.
+__device__ __forceinline__ void publish(u32* p, u32 v, bool& seen) {
+  u32 w;
+  asm volatile("st.global.cg.u32 [%1], %2;\n\tld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(w) : "l"(p), "r"(v) : "memory");
+  seen &= w == v;
+}
+__device__ __forceinline__ void publish(uint4* p, uint4 v, bool& seen) {
+  asm volatile("st.global.cg.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  const u32 w = load_word_l2(p);
+  seen &= w == v.x;
 }
 __device__ __forceinline__ uint4 load_constant(const void* p) {
   uint4 v;
@@ -66,10 +74,14 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// All blocks run at once (a cooperative launch); `counter` is zero when the kernel starts and when it ends.
+__device__ __forceinline__ void block_sync() { __syncthreads(); }
+
+// All blocks run at once (a cooperative launch); `counter` is zero when the kernel starts and when it ends. There is no
+// fence in it: what others are to see must be `publish`ed, and its answers go to `arrive`.
 struct Barrier {
   u32* counter;
   u32 target;
+  bool seen;
 #ifdef PROFILE
   i64* log;
   __device__ void note() {
@@ -78,24 +90,24 @@ struct Barrier {
 #else
   __device__ void note() {}
 #endif
-  __device__ void arrive() {
+  __device__ __forceinline__ void arrive() {
+    if (!seen) __trap();
     __syncthreads();
     note();
-    if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+    if (threadIdx.x == 0) asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
     target += GRID;
   }
-  __device__ void wait() {
+  __device__ __forceinline__ void wait() {
     note();
     if (threadIdx.x == 0) {
-      u32 seen;
-      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-      while (seen < target);
+      u32 count;
+      do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+      while (count < target);
     }
     note();
     __syncthreads();
   }
-  __device__ void finish() {  // the last block to leave sets both counters back
-    __syncthreads();
+  __device__ __forceinline__ void finish() {  // the last block to leave sets both counters back
     if (threadIdx.x == 0 && atomicAdd(counter + 32, 1) == GRID - 1) {
       counter[0] = 0;
       counter[32] = 0;
@@ -126,7 +138,7 @@ struct Stream {
   __device__ void begin(const Piece* pieces, int count, u32 shared, u32 table) {
     for (u32 i = threadIdx.x; i < count * sizeof(Piece) / 16; i += THREADS)
       ((uint4*)(memory + table))[i] = load_constant((const char*)pieces + i * 16);
-    __syncthreads();
+    block_sync();
     piece = shared + table;
     end = piece + count * sizeof(Piece);
     slots = shared + threadIdx.x * 16;

@@ -51,7 +51,7 @@ __device__ __forceinline__ void keep(u32 (&residual)[N], const Rows& x) {
   }
 }
 template <int WIDTH, int TILES, int N>
-__device__ __forceinline__ void add_residual(u32 (&residual)[N], u16* out, int rows) {
+__device__ __forceinline__ void add_residual(Barrier& barrier, u32 (&residual)[N], u16* out, int rows) {
 #pragma unroll
   for (int n = 0; n < N; n++) {
     const int i = threadIdx.x + n * THREADS;
@@ -59,28 +59,36 @@ __device__ __forceinline__ void add_residual(u32 (&residual)[N], u16* out, int r
     if (i < TILES * OCTETS * 32 && p.row < rows) {
       const float2 v = tile_sum<TILES>(p.t, p.inside);
       residual[n] = pack(rounded(v.x) + low(residual[n]), rounded(v.y) + high(residual[n]));
-      *(u32*)(out + (i64)p.row * WIDTH + p.column) = residual[n];
+      publish((u32*)(out + (i64)p.row * WIDTH + p.column), residual[n], barrier.seen);
     }
   }
 }
 // Tiles `offset` to offset + T of the block's PER_BLOCK; rows of `out` are `stride` apart.
 template <int WIDTH, int T, int PER_BLOCK>
-__device__ __forceinline__ void store(u16* out, i64 stride, int rows, int offset, const u16* bias) {
+__device__ __forceinline__ void store(Barrier& barrier, u16* out, i64 stride, int rows, int offset, const u16* bias) {
   for (int i = threadIdx.x; i < T * OCTETS * 32; i += THREADS) {
     const Place p = Place::of<WIDTH, PER_BLOCK>(i, offset, T);
     if (p.row < rows) {
       float2 v = tile_sum<T>(p.t, p.inside);
       if (bias) v.x += low(bias[p.column]), v.y += low(bias[p.column + 1]);
-      *(u32*)(out + p.row * stride + p.column) = pack(v.x, v.y);
+      publish((u32*)(out + p.row * stride + p.column), pack(v.x, v.y), barrier.seen);
     }
   }
 }
+// Has the lines that the block will write in L2: a word written to a line that is not there is answered by memory.
+template <int WIDTH, int T, int PER_BLOCK>
+__device__ __forceinline__ void aim(const u16* out, i64 stride, int rows, int offset) {
+  for (int i = threadIdx.x; i < T * OCTETS * 32; i += THREADS) {
+    const Place p = Place::of<WIDTH, PER_BLOCK>(i, offset, T);
+    if (p.row < rows && i % 4 == 0) prefetch_l2(out + p.row * stride + p.column);
+  }
+}
 template <int WIDTH, int T, int PER_BLOCK>  // T tiles of gate and up in turn
-__device__ __forceinline__ void store_swiglu(u16* out, int rows, int offset) {
+__device__ __forceinline__ void store_swiglu(Barrier& barrier, u16* out, int rows, int offset) {
   for (int i = threadIdx.x; i < T / 2 * OCTETS * 32; i += THREADS) {
     const Place p = Place::of<WIDTH, PER_BLOCK>(i, offset, T / 2);
     if (p.row < rows)
-      *(u32*)(out + (i64)p.row * WIDTH + p.column) = swiglu(tile_sum<T>(2 * p.t, p.inside), tile_sum<T>(2 * p.t + 1, p.inside));
+      publish((u32*)(out + (i64)p.row * WIDTH + p.column), swiglu(tile_sum<T>(2 * p.t, p.inside), tile_sum<T>(2 * p.t + 1, p.inside)), barrier.seen);
   }
 }
 
@@ -90,9 +98,10 @@ __device__ __forceinline__ void gate_up(Stream& stream, Barrier& barrier, const 
   constexpr int T = 2 * PAIRS_A_BLOCK, GROUP = T <= MAX_TILES ? T : T % 3 == 0 && T / 3 <= MAX_TILES && T / 3 % 2 == 0 ? T / 3 : 2;
 #pragma unroll 1
   for (int first = 0; first < T; first += GROUP) {
+    aim<INNER, GROUP / 2, PAIRS_A_BLOCK>(inner, INNER, x.rows, first / 2);
     project<WIDTH, GROUP, true>(stream, barrier, first == 0, x, norm, nullptr);
-    store_swiglu<INNER, GROUP, PAIRS_A_BLOCK>(inner, x.rows, first / 2);
-    if (first + GROUP < T) __syncthreads();
+    store_swiglu<INNER, GROUP, PAIRS_A_BLOCK>(barrier, inner, x.rows, first / 2);
+    if (first + GROUP < T) block_sync();
   }
   barrier.arrive();
 }
@@ -106,14 +115,32 @@ struct FromShared {  // attention outputs of the warp's own kv head
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) frame(const __grid_constant__ Frame f) {
+// Asks for a layer's norms, a layer ahead: to all blocks they would be news at once, behind the weights on their way.
+__device__ __forceinline__ void prefetch_norms(const Norms& n, int width) {
+  if (blockIdx.x != GRID - 1) return;
+  const int lines = width * 2 / 128, i = threadIdx.x;
+  if (i < lines) prefetch_l2(n.input + i * 64);
+  else if (i < 2 * lines) prefetch_l2(n.post + (i - lines) * 64);
+  else if (i < 2 * lines + 2) prefetch_l2(n.q + (i & 1) * 64);
+  else if (i < 2 * lines + 4) prefetch_l2(n.k + (i & 1) * 64);
+}
+
+__device__ __forceinline__ void compute(const Frame& f) {
   Stream stream;
   stream.begin(f.pieces, (int)f.num_pieces, (u32)__cvta_generic_to_shared(memory), Shared::pieces);
-  Barrier barrier{f.counter, 0};
+  Barrier barrier{f.counter, 0, true};
 #ifdef PROFILE
   barrier.log = f.log;
 #endif
-  const int batch = (int)f.batch, warp = threadIdx.x >> 5;
+  const int batch = (int)f.batch, warp = threadIdx.x >> 5, mine = blockIdx.x;  // block b draws for row b
+  const bool draws = mine < batch;
+  Norms* const norms = (Norms*)(memory + Shared::norms);
+  Setting* const settings = (Setting*)(memory + Shared::settings);
+  if (threadIdx.x < LAYERS) norms[threadIdx.x] = f.talker[threadIdx.x];
+  else if (threadIdx.x < LAYERS + SMALL_LAYERS) norms[threadIdx.x] = f.predictor[threadIdx.x - LAYERS];
+  else if (threadIdx.x == THREADS - 1 && draws) settings[0].load(f.first, mine);
+  else if (threadIdx.x == THREADS - 2 && draws) settings[1].load(f.others, mine);
+  block_sync();
 
   {  // the talker
     int longest = 0;
@@ -124,66 +151,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) frame(const __grid_cons
     keep<D, OUT_TILES>(residual, x);
 #pragma unroll 1
     for (int layer = 0; layer < LAYERS; layer++) {
-      const Norms& norms = f.talker[layer];
-      project<D, QKV_TILES, true>(stream, barrier, layer > 0, x, norms.input, nullptr);
-      store<QKV, QKV_TILES, QKV_TILES>(f.qkv, QKV, batch, 0, nullptr);
+      const Norms n = norms[layer];
+      aim<QKV, QKV_TILES, QKV_TILES>(f.qkv, QKV, batch, 0);
+      project<D, QKV_TILES, true>(stream, barrier, layer > 0, x, n.input, nullptr);
+      store<QKV, QKV_TILES, QKV_TILES>(barrier, f.qkv, QKV, batch, 0, nullptr);
       barrier.arrive();
-      const Talker talker{norms.q, norms.k, f.cos, f.sin, f.keys + layer * f.layer_stride, f.values + layer * f.layer_stride, f.positions, f.pages, (int)f.max_pages};
-      barrier.wait();
+      prefetch_norms(norms[layer + 1], layer + 1 < LAYERS ? D : DP);
+      const Talker talker{n.q, n.k, f.cos, f.sin, f.keys + layer * f.layer_stride, f.values + layer * f.layer_stride, f.positions, f.pages, (int)f.max_pages};
+      bool waits = true;
 #pragma unroll 1
-      for (int item = blockIdx.x; item < items * chunks; item += GRID) {
-        const int chunk = item / items, row = item % items / KV_HEADS, position = f.positions[row];
-        if (chunk * CHUNK <= position)
-          attend_chunk(talker, f.qkv, row, item % KV_HEADS, chunk, position / CHUNK + 1, (int)f.max_chunks, f.parts, f.done, f.attended);
-        else if (position < 0)
-          f.attended[(i64)row * ATTENDED + item % KV_HEADS * 2 * HEAD_DIM + threadIdx.x] = 0;
+      for (int item = mine; item < items * chunks; item += GRID) {
+        const int chunk = item / items, row = item % items / KV_HEADS, head = item % KV_HEADS, position = f.positions[row];
+        if (chunk * CHUNK <= position) {
+          attend_chunk(talker, barrier, waits, f.qkv, row, head, chunk, (int)f.max_chunks, layer + 1 < LAYERS ? f.layer_stride : 0, f.parts, f.done, f.attended);
+          waits = false;
+        } else if (position < 0) {
+          if (threadIdx.x < 128) publish((u32*)(f.attended + (i64)row * ATTENDED + head * 2 * HEAD_DIM) + threadIdx.x, 0, barrier.seen);
+        }
       }
+      if (waits) barrier.wait();
       barrier.arrive();
+      aim<D, OUT_TILES, OUT_TILES>(f.middle, D, batch, 0);
       project<ATTENDED, OUT_TILES, false>(stream, barrier, true, Rows{f.attended, ATTENDED, batch}, nullptr, nullptr);
-      add_residual<D, OUT_TILES>(residual, f.middle, batch);
+      add_residual<D, OUT_TILES>(barrier, residual, f.middle, batch);
       barrier.arrive();
-      gate_up<D, I, GATE_TILES>(stream, barrier, Rows{f.middle, D, batch}, norms.post, f.inner);
+      gate_up<D, I, GATE_TILES>(stream, barrier, Rows{f.middle, D, batch}, n.post, f.inner);
+      aim<D, OUT_TILES, OUT_TILES>(f.last, D, batch, 0);
       project<I, OUT_TILES, false>(stream, barrier, true, Rows{f.inner, I, batch}, nullptr, nullptr);
-      add_residual<D, OUT_TILES>(residual, f.last, batch);
+      add_residual<D, OUT_TILES>(barrier, residual, f.last, batch);
       barrier.arrive();
       x.x = f.last;
     }
+    aim<V0, HEAD_TILES, HEAD_TILES>(f.logits, V0, batch, 0);
     project<D, HEAD_TILES, true>(stream, barrier, true, x, f.talker_norm, PROJECTS ? nullptr : f.inputs);
-    store<V0, HEAD_TILES, HEAD_TILES>(f.logits, V0, batch, 0, nullptr);
+    store<V0, HEAD_TILES, HEAD_TILES>(barrier, f.logits, V0, batch, 0, nullptr);
     barrier.arrive();
     if (PROJECTS) {
+      aim<DP, PROJECTION_TILES, PROJECTION_TILES>(f.inputs, 2 * DP, batch, 0);
       project<D, PROJECTION_TILES, true>(stream, barrier, false, x, f.talker_norm, nullptr);
-      store<DP, PROJECTION_TILES, PROJECTION_TILES>(f.inputs, 2 * DP, batch, 0, f.bias);
+      store<DP, PROJECTION_TILES, PROJECTION_TILES>(barrier, f.inputs, 2 * DP, batch, 0, f.bias);
     }
   }
 
-  // Codes. Block b draws for row b and sums its embeddings.
-  float* totals = (float*)(memory + Shared::totals);
-  auto embed = [&](int row, u32 code, const u16* table, const u16* sum_table, bool is_first, bool is_last) {
-    if (table)
-      for (int d = threadIdx.x; d < DP / 8; d += THREADS)
-        *(uint4*)(f.inputs + ((i64)row * 2 + 1) * DP + d * 8) = load_constant(table + (i64)code * DP + d * 8);
-    if (!is_last) barrier.arrive();
-    for (int d = threadIdx.x; d < D; d += THREADS) {
-      float total = low(sum_table[(i64)code * D + d]);
-      if (!is_first) total += totals[d];
-      totals[d] = total;
-      if (is_last) f.next_input[(i64)row * D + d] = (u16)pack(rounded(total) + low(f.text[(i64)row * D + d]), 0);
-    }
+  // Hands a drawn code on: to the predictor's next pass by `table`.
+  i64* const codes = f.codes + (i64)mine * (1 + CODEBOOKS);
+  const auto put = [&](u32 code, int book, const u16* table, const u16* sum_table) {
+    if (table && threadIdx.x < DP / 8)
+      publish((uint4*)(f.inputs + ((i64)mine * 2 + 1) * DP + threadIdx.x * 8), load_constant(table + (i64)code * DP + threadIdx.x * 8), barrier.seen);
+    if (threadIdx.x == 0) codes[book] = code;
+    if (threadIdx.x < D / 64) prefetch_l2(sum_table + (i64)code * D + threadIdx.x * 64);
   };
-  const bool draws = blockIdx.x < batch;
-  const int mine = blockIdx.x;
   barrier.wait();
   if (draws) {
-    const u32 code = draw<V0, true>(f.logits, mine, 0, f.first, f.limits);
-    if (threadIdx.x == 0) {
-      f.codes[(i64)mine * (1 + CODEBOOKS)] = code;
-      f.limits.seen[(i64)f.limits.slots[mine] * V0 + code] = 1;
-    }
-    embed(mine, code, f.first_table, f.first_sum_table, true, false);
-  } else {
-    barrier.arrive();
+    const u32 code = draw<V0, true>(f.logits, mine, 0, settings[0], f.limits, f.first_table);
+    if (threadIdx.x == 0) f.limits.seen[(i64)f.limits.slots[mine] * V0 + code] = 1;
+    put(code, 0, f.first_table, f.first_sum_table);
   }
+  barrier.arrive();
 
   // The predictor: both first tokens in one pass where they fit, else one after the other.
   const bool is_joint = 2 * batch <= ROWS;
@@ -196,61 +220,74 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) frame(const __grid_cons
     u32 residual[SMALL_PAIRS];
 #pragma unroll 1
     for (int layer = 0; layer < SMALL_LAYERS; layer++) {
-      const Norms& norms = f.predictor[layer];
-      const Predictor small{norms.q, norms.k, f.predictor_cos, f.predictor_sin, f.small_keys + layer * small_stride, f.small_values + layer * small_stride};
-      project<DP, SMALL_QKV_TILES, true>(stream, barrier, true, x, norms.input, nullptr);
+      const Norms n = norms[LAYERS + layer];
+      const Predictor small{n.q, n.k, f.predictor_cos, f.predictor_sin, f.small_keys + layer * small_stride, f.small_values + layer * small_stride};
+      aim<QKV, SMALL_QKV_TILES, SMALL_QKV_TILES>(f.qkv, QKV, rows, 0);
+      project<DP, SMALL_QKV_TILES, true>(stream, barrier, true, x, n.input, nullptr);
       if (layer == 0) keep<DP, SMALL_OUT_TILES>(residual, x);
-      store<QKV, SMALL_QKV_TILES, SMALL_QKV_TILES>(f.qkv, QKV, rows, 0, nullptr);
+      store<QKV, SMALL_QKV_TILES, SMALL_QKV_TILES>(barrier, f.qkv, QKV, rows, 0, nullptr);
       barrier.arrive();
-      const int half = (threadIdx.x & 31) >> 4, place = (threadIdx.x & 15) * 8;
-      Old old;
+      prefetch_norms(norms[LAYERS + (layer + 1) % SMALL_LAYERS], DP);
+      Short attention;
       if (FUSED) {  // every block attends for itself: warp w is kv head w, whose outputs are its share of K
-        old.load(small, 0, warp, position);
-        u16* own = (u16*)(memory + Shared::attended);
+        u16* own = (u16*)(memory + Shared::attended) + warp * 2 * HEAD_DIM;
+        attention.before(small, 0, warp, position, 0);
         barrier.wait();
 #pragma unroll 1
         for (int row = 0; row < rows; row++) {
-          if (row) old.load(small, row / tokens, warp, position);
-          uint4 out = attend_short(small, old, f.qkv, row, row / tokens, warp, position, row % tokens, blockIdx.x == 0);
-          *(uint4*)(own + row * FUSED_STRIDE + (2 * warp + half) * HEAD_DIM + place) = out;
+          if (row) attention.before(small, row / tokens, warp, position, row % tokens);
+          attention.after(small, f.qkv + (i64)row * QKV, row / tokens, warp, position, row % tokens, mine == 0, true, barrier.seen, own + row * FUSED_STRIDE);
         }
         __syncwarp();
-        project<ATTENDED, SMALL_OUT_TILES, false>(stream, barrier, false, FromShared{own, rows}, nullptr, nullptr);
+        aim<DP, SMALL_OUT_TILES, SMALL_OUT_TILES>(f.middle, DP, rows, 0);
+        project<ATTENDED, SMALL_OUT_TILES, false>(stream, barrier, false, FromShared{(u16*)(memory + Shared::attended), rows}, nullptr, nullptr);
       } else {
-        const int item = warp * GRID + blockIdx.x;
-        if (item < rows * KV_HEADS) old.load(small, item / KV_HEADS / tokens, item % KV_HEADS, position);
+        const int item = warp * GRID + mine, row = item / KV_HEADS, head = item % KV_HEADS, index = row % tokens;
+        if (row < rows) attention.before(small, row / tokens, head, position, index);
         barrier.wait();
-        if (item < rows * KV_HEADS) {
-          const int row = item / KV_HEADS, head = item % KV_HEADS;
-          uint4 out = attend_short(small, old, f.qkv, row, row / tokens, head, position, row % tokens, true);
-          *(uint4*)(f.attended + (i64)row * ATTENDED + (2 * head + half) * HEAD_DIM + place) = out;
-        }
+        if (row < rows)
+          attention.after(small, f.qkv + (i64)row * QKV, row / tokens, head, position, index, true, false, barrier.seen, f.attended + (i64)row * ATTENDED + head * 2 * HEAD_DIM);
         barrier.arrive();
+        aim<DP, SMALL_OUT_TILES, SMALL_OUT_TILES>(f.middle, DP, rows, 0);
         project<ATTENDED, SMALL_OUT_TILES, false>(stream, barrier, true, Rows{f.attended, ATTENDED, rows}, nullptr, nullptr);
       }
-      add_residual<DP, SMALL_OUT_TILES>(residual, f.middle, rows);
+      add_residual<DP, SMALL_OUT_TILES>(barrier, residual, f.middle, rows);
       barrier.arrive();
-      gate_up<DP, IP, SMALL_GATE_TILES>(stream, barrier, Rows{f.middle, DP, rows}, norms.post, f.inner);
+      gate_up<DP, IP, SMALL_GATE_TILES>(stream, barrier, Rows{f.middle, DP, rows}, n.post, f.inner);
+      aim<DP, SMALL_OUT_TILES, SMALL_OUT_TILES>(f.last, DP, rows, 0);
       project<IP, SMALL_OUT_TILES, false>(stream, barrier, true, Rows{f.inner, IP, rows}, nullptr, nullptr);
-      add_residual<DP, SMALL_OUT_TILES>(residual, f.last, rows);
+      add_residual<DP, SMALL_OUT_TILES>(barrier, residual, f.last, rows);
       barrier.arrive();
       x = Rows{f.last, DP, rows};
     }
     position += tokens;
-    if (book < 0) continue;  // the next pass may write what slower blocks still read only behind a barrier
+    if (book < 0) continue;
+    aim<V, SMALL_HEAD_TILES, SMALL_HEAD_TILES>(f.logits, V, batch, 0);
     project<DP, SMALL_HEAD_TILES, true>(stream, barrier, true, Rows{f.last + (tokens - 1) * DP, tokens * DP, batch}, f.predictor_norm, nullptr);
-    store<V, SMALL_HEAD_TILES, SMALL_HEAD_TILES>(f.logits, V, batch, 0, nullptr);
+    store<V, SMALL_HEAD_TILES, SMALL_HEAD_TILES>(barrier, f.logits, V, batch, 0, nullptr);
     barrier.arrive();
-    if (draws || book + 1 < CODEBOOKS) barrier.wait();
+    barrier.wait();
     const bool is_last = book + 1 == CODEBOOKS;
     if (draws) {
-      const u32 code = draw<V, false>(f.logits, mine, book + 1, f.others, f.limits);
-      if (threadIdx.x == 0) f.codes[(i64)mine * (1 + CODEBOOKS) + book + 1] = code;
-      embed(mine, code, is_last ? nullptr : f.tables + (i64)book * V * DP, f.sum_tables + (i64)book * V * D, false, is_last);
-    } else if (!is_last) {
-      barrier.arrive();
+      const u16* table = is_last ? nullptr : f.tables + (i64)book * V * DP;
+      const u32 code = draw<V, false>(f.logits, mine, book + 1, settings[1], f.limits, table);
+      put(code, book + 1, table, f.sum_tables + (i64)book * V * D);
     }
+    if (!is_last) barrier.arrive();
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
   barrier.finish();
+  if (!draws) return;
+  block_sync();  // the last code
+  for (int d = threadIdx.x; d < D; d += THREADS) {
+    float v[1 + CODEBOOKS], total = 0;
+#pragma unroll
+    for (int i = 0; i < 1 + CODEBOOKS; i++)
+      v[i] = low((i ? f.sum_tables + (i64)(i - 1) * V * D : f.first_sum_table)[codes[i] * D + d]);
+#pragma unroll
+    for (int i = 0; i < 1 + CODEBOOKS; i++) total += v[i];
+    f.next_input[(i64)mine * D + d] = (u16)pack(rounded(total) + low(f.text[(i64)mine * D + d]), 0);
+  }
 }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) frame(const __grid_constant__ Frame f) { compute(f); }

@@ -12,8 +12,9 @@ struct Shared {  // offsets in dynamic shared memory
   static constexpr u32 stream = 0;
   static constexpr u32 sums = DEPTH * SLOT_BYTES;  // float [WARPS, tiles, ROWS, 8]; also the sampler's and attention's
   static constexpr u32 squares = sums + SUM_BYTES; // float [WARPS, ROWS]
-  static constexpr u32 totals = squares + WARPS * ROWS * 4;  // float [D], the sum of a row's embeddings
-  static constexpr u32 pieces = totals + D * 4;
+  static constexpr u32 norms = squares + WARPS * ROWS * 4;  // Norms [LAYERS + SMALL_LAYERS]
+  static constexpr u32 settings = norms + (LAYERS + SMALL_LAYERS) * 32;  // Setting [2]
+  static constexpr u32 pieces = settings + 96;
   static constexpr u32 attended = pieces + MAX_PIECES * sizeof(Piece);  // FUSED: [FUSED_ROWS], FUSED_STRIDE elements apart
   static constexpr u32 bytes = attended + (FUSED ? FUSED_ROWS * FUSED_STRIDE * 2 : 0);
 };
@@ -47,7 +48,7 @@ __host__ __device__ constexpr int step_of(int tiles) { return tiles % 4 == 0 ? 4
 template <int K, int T, bool NORM, class X>
 __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool wait, const X& x, const u16* norm, u16* normed_out) {
   constexpr int BLOCKS = K / 256, DEEP = K / 512;
-  constexpr bool RESIDENT = OCTETS * BLOCKS * 4 <= 128;
+  constexpr bool RESIDENT = OCTETS * BLOCKS * 4 <= 64;
   constexpr int AHEAD = RESIDENT ? BLOCKS : 16 / OCTETS;
   constexpr int U = step_of(T * DEEP), CHAINS = T == 1 ? (DEEP % 4 == 0 ? 4 : 3) : T == 2 ? 2 : 1;
   static_assert(DEEP % CHAINS == 0 || T > 2, "chains divide K");
@@ -78,7 +79,7 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool w
       total += __shfl_xor_sync(~0u, total, 2);
       if ((lane & 3) == 0) squares[warp * ROWS + row + 8 * o] = total;
     }
-    __syncthreads();
+    block_sync();
 #pragma unroll
     for (int o = 0; o < OCTETS; o++) {
       float total = 0;
@@ -93,7 +94,7 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool w
         for (int o = 0; o < OCTETS; o++) {
           a[i % AHEAD][o] = normed(a[i % AHEAD][o], scale[o], weight[i]);
           if (normed_out && blockIdx.x == 0 && row + 8 * o < x.rows)
-            *(uint4*)(normed_out + (row + 8 * o) * (i64)(2 * K) + column + 32 * i) = a[i % AHEAD][o];
+            publish((uint4*)(normed_out + (row + 8 * o) * (i64)(2 * K) + column + 32 * i), a[i % AHEAD][o], barrier.seen);
         }
     }
   }
@@ -146,7 +147,7 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool w
       to[0] = make_float2(total[0], total[1]);
       if (2 * m + 1 < OCTETS) to[32] = make_float2(total[2], total[3]);
     }
-  __syncthreads();
+  block_sync();
 }
 
 // Two columns of tile t: place i (row 8 o + lane / 4, columns 2 (lane % 4)) of OCTETS * 32, summed over the warps.
@@ -178,6 +179,6 @@ struct Place {  // of a thread's i-th pair of outputs among T tiles
 
 __device__ __forceinline__ u32 swiglu(float2 gate, float2 up) {
   float a = rounded(gate.x), b = rounded(gate.y);
-  u32 activated = pack(a / (1.0f + expf(-a)), b / (1.0f + expf(-b)));
+  u32 activated = pack(__fdividef(a, 1.0f + __expf(-a)), __fdividef(b, 1.0f + __expf(-b)));
   return times(activated, pack(up.x, up.y));
 }
