@@ -2,15 +2,17 @@
 
 Means what `torch_ops` and `predictor` mean. The arithmetic of a small network takes less time than the calls that ask
 for it, and a call into numpy costs a quarter of one into torch; so what does not depend on the input (views, buffers,
-products of norms) is made once. Rows are taken one by one, so company cannot change a bit of a row. Weights are those
-of the tensors, not copies. Knows no slots and no requests.
+products of norms) is made once. Rows are taken one by one, so company cannot change a bit of a row. Knows no slots and
+no requests.
+
+The division by the root mean square of a norm comes after the product behind it, where it costs nothing or falls out:
+queries and keys are normalized anyway.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 
 import numpy as np
@@ -18,15 +20,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sottovoce.kernels.cpu_sample import RowSampling, draw, punish
+from sottovoce.kernels.cpu_product import product
+from sottovoce.kernels.cpu_sample import RowSampling, Sampler, punish
 from sottovoce.kernels.tables import LayerWeights, Limits, PredictorWeights, SampleRows
 
 Array = NDArray[np.float32]
 
-# OpenBLAS, numpy's usual library of products, hands larger ones to a pool of threads beside torch's, one for each core
-# of the machine, of which torch.set_num_threads knows nothing (interface/gemv.c: 4 * 2304 numbers).
-UNTHREADED_SIZE = 8192
-MAX_BLOCKED_SIZE = 1 << 20  # numbers; larger weights come from memory, not from a cache, and torch is as fast
+# Numbers of a matrix that may be copied in half precision. All of the predictor's are: they are read 15 times a frame.
+# Of the talker's, read once, a large one's memory counts for more than its time.
+MAX_TALKER_COPY, MAX_PREDICTOR_COPY = 1 << 20, 1 << 24
+MAX_PLAIN_SCORE = 60.0  # e**60 is 1e26: sums of it over a sequence, times values, stay in range, as does e**-60
 
 
 class RowFrame:
@@ -40,6 +43,8 @@ class RowFrame:
         projection: weight and bias from the talker's to the predictor's width; None where they are equal.
     """
 
+    backend = "cpu"
+
     def __init__(
         self,
         layers: Sequence[LayerWeights],
@@ -50,16 +55,18 @@ class RowFrame:
         predictor: PredictorWeights,
         projection: tuple[Tensor, Tensor] | None,
     ) -> None:
-        self._talker = _Stack(layers, norm, eps)
+        self._sampler = Sampler()
+        self._talker = talker = _Stack(layers, norm, eps, MAX_TALKER_COPY)
         self._cos, self._sin = (_array(table) for table in rope)
         self._sin = self._sin * _signs(self._sin.shape[1])
         self._first_logits = np.empty(len(head), np.float32)
-        self._first_head = _product(head, self._talker.normed, self._first_logits)
-        self._predictor = _Predictor(predictor)
-        self._project: Callable[[], object] | None = None
-        if projection is not None:
-            self._projected, self._bias = np.empty(len(projection[0]), np.float32), _array(projection[1])
-            self._project = _product(projection[0], self._talker.normed, self._projected)
+        self._first_head = talker.product(head, self._first_logits, norm)
+        self._predictor = _Predictor(predictor, self._sampler)
+        if projection is None:
+            self._project, self._bias = partial(np.multiply, talker.x, _array(norm), self._predictor.x), 0.0
+        else:
+            self._project = talker.product(projection[0], self._predictor.x, norm)
+            self._bias = _array(projection[1])
 
     def frame(
         self,
@@ -87,7 +94,7 @@ class RowFrame:
         Returns:
             codes int64 [B, K] and the next inputs [B, D].
         """
-        codes = torch.zeros(len(x), 1 + len(self._predictor.heads), dtype=torch.int64)
+        codes = torch.zeros(len(x), 1 + self._predictor.num_codes, dtype=torch.int64)
         next_input = torch.zeros_like(x)
         firsts, rests = RowSampling.of(first), RowSampling.of(others)
         codes_out, next_out, rows, texts = codes.numpy(), next_input.numpy(), x.numpy(), text.numpy()
@@ -99,18 +106,19 @@ class RowFrame:
                 self._run_talker(rows[row], position, pages[row], *caches)
                 self._first_head()
                 punish(self._first_logits, limits, row, firsts[row].frame)
-                code = draw(self._first_logits, firsts[row], 0)
+                scale = self._talker.inverse_rms()
+                code = self._sampler.draw(self._first_logits, scale, firsts[row], 0)
                 limits.seen[limits.slots[row], code] = 1
-                hidden = self._talker.normed
-                if self._project is not None:
-                    self._project()
-                    hidden = np.add(self._projected, self._bias, self._projected)
-                self._predictor.run(hidden, code, rests[row], codes_out[row], next_out[row])
+                self._project()
+                hidden = self._predictor.x
+                hidden *= scale
+                hidden += self._bias
+                self._predictor.run(code, rests[row], codes_out[row], next_out[row])
                 next_out[row] += texts[row]
         return codes, next_input
 
     def _run_talker(self, x: Array, position: int, pages: Tensor, keys: Array, values: Array) -> None:
-        """Leaves the hidden state, after the final norm, in the talker's `normed`."""
+        """Leaves the hidden state, before the final norm, in the talker's `x`."""
         talker, page = self._talker, keys.shape[2]
         talker.x[...] = x
         cos, sin = self._cos[position], self._sin[position]
@@ -121,17 +129,18 @@ class RowFrame:
             layer.project(layer.norms * cos, layer.swapped_norms * sin, k_cache[here], v_cache[here])
             past = (cache[span].reshape(-1, *cache.shape[2:])[: position + 1] for cache in (k_cache, v_cache))
             layer.finish(*_heads_first(*past))
-        talker.normalize()
 
 
 class _Predictor:
     """Codes 1 to K from the hidden state and code 0, over a cache of K + 1 positions."""
 
-    def __init__(self, weights: PredictorWeights) -> None:
+    def __init__(self, weights: PredictorWeights, sampler: Sampler) -> None:
         w, head_dim = weights, weights.q_norm.shape[1]
-        self._stack = stack = _Stack([w.layer(j) for j in range(len(w.qkv))], w.norm, w.eps)
+        self._sampler, self.num_codes = sampler, len(w.heads)
+        self._stack = stack = _Stack([w.layer(j) for j in range(len(w.qkv))], w.norm, w.eps, MAX_PREDICTOR_COPY)
+        self.x = stack.x
         self._logits = np.empty(w.heads.shape[1], np.float32)
-        self.heads = [_product(head, stack.normed, self._logits) for head in w.heads]
+        self._heads = [stack.product(head, self._logits, w.norm) for head in w.heads]
         self._first_table, self._tables = _array(w.first_table), _array(w.tables)
         self._first_sums, self._sums = _array(w.first_sum_table), _array(w.sum_tables)
         cos, sin = _array(w.cos), _array(w.sin) * _signs(head_dim)
@@ -149,20 +158,18 @@ class _Predictor:
             for p in range(len(cos))
         ]
 
-    def run(self, hidden: Array, code: int, sampling: RowSampling, codes: NDArray[np.int64], total: Array) -> None:
-        """Fills `codes` [K + 1] and `total` [Dt], the sum of their embeddings."""
-        stack, logits = self._stack, self._logits
-        stack.x[...] = hidden
+    def run(self, code: int, sampling: RowSampling, codes: NDArray[np.int64], total: Array) -> None:
+        """From the hidden state in `x` and code 0, fills `codes` [K + 1] and `total` [Dt], the sum of embeddings."""
+        x, logits = self.x, self._logits
         self._layers(0)
-        stack.x[...] = self._first_table[code]
+        x[...] = self._first_table[code]
         codes[0], total[...] = code, self._first_sums[code]
-        for i, head in enumerate(self.heads):
+        for i, head in enumerate(self._heads):
             self._layers(i + 1)
-            stack.normalize()
             head()
-            codes[i + 1] = code = draw(logits, sampling, i + 1)
+            codes[i + 1] = code = self._sampler.draw(logits, self._stack.inverse_rms(), sampling, i + 1)
             total += self._sums[i, code]
-            stack.x[...] = self._tables[i, code]
+            x[...] = self._tables[i, code]
 
     def _layers(self, position: int) -> None:
         for project, finish in self._steps[position]:
@@ -171,28 +178,32 @@ class _Predictor:
 
 
 class _Stack:
-    """Layers that share their buffers: `x` [D] goes in and comes out, `normed` [D] is the input of a product."""
+    """Layers that share their buffers; `x` [D] goes in and comes out."""
 
-    def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, eps: float) -> None:
-        self.x, self.normed = np.empty(len(norm), np.float32), np.empty(len(norm), np.float32)
-        self._norm, self._eps = _array(norm), eps
+    def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, eps: float, max_copy: int) -> None:
+        self.x, self._eps, self._max_copy = np.empty(len(norm), np.float32), eps, max_copy
         self.layers: list[_Layer] = []
         for weights in layers:
-            self.layers.append(_Layer(weights, eps, self.x, self.normed, self.layers[0] if self.layers else None))
+            self.layers.append(_Layer(weights, eps, self.x, max_copy, self.layers[0] if self.layers else None))
 
-    def normalize(self) -> None:
-        _normalize(self.x, self._norm, self._eps, self.normed)
+    def product(self, weight: Tensor, out: Array, norm: Tensor) -> Callable[[], object]:
+        """out = weight @ (norm * x)"""
+        return product(weight, self.x, out, norm, max_half_size=self._max_copy)
+
+    def inverse_rms(self) -> float:
+        """What the final norm divides by, inverted."""
+        return 1 / math.sqrt(_mean_square(self.x) + self._eps)
 
 
 class _Layer:
     """One layer for one token, in two halves: what comes before attention looks back, and the rest."""
 
-    def __init__(self, weights: LayerWeights, eps: float, x: Array, normed: Array, like: _Layer | None) -> None:
+    def __init__(self, weights: LayerWeights, eps: float, x: Array, max_copy: int, like: _Layer | None) -> None:
         """`like` lends its buffers."""
         head_dim = len(weights.q_norm)
         num_heads = weights.out.shape[1] // head_dim
         self.num_kv_heads = num_kv_heads = (len(weights.qkv) // head_dim - num_heads) // 2
-        num_rotated, self._eps, self._x, self._normed = num_heads + num_kv_heads, eps, x, normed
+        num_rotated, self._eps, self._x = num_heads + num_kv_heads, eps, x
         if like is None:
             sizes = {"qkv": len(weights.qkv), "gate_up": len(weights.gate_up), "inner": weights.down.shape[1]}
             sizes |= {"squares": num_rotated * head_dim, "rotated": num_rotated * head_dim, "branch": len(x)}
@@ -201,17 +212,19 @@ class _Layer:
         else:
             self._buffers = like._buffers
         b = self._buffers
-        w = {field.name: getattr(weights, field.name) for field in fields(weights)}
-        self._input_norm, self._post_norm = _array(w["input_norm"]), _array(w["post_norm"])
-        self._qkv = _product(w["qkv"], normed, b["qkv"])
-        self._out = _product(w["out"], b["attended"], b["branch"])
-        self._gate_up = _product(w["gate_up"], normed, b["gate_up"])
-        self._down = _product(w["down"], b["inner"], b["branch"])
+        make = partial(product, max_half_size=max_copy)
+        self._qkv = make(weights.qkv, x, b["qkv"], weights.input_norm)
+        self._out = make(weights.out, b["attended"], b["branch"])
+        self._gate_up = make(weights.gate_up, x, b["gate_up"], weights.post_norm)
+        self._down = make(weights.down, b["inner"], b["branch"])
 
         # The weights of the norms of queries and keys, a row a head, with the scale of attention; and the same with
         # the halves of a head exchanged, since a rotation is x * cos + (halves exchanged) * (signs * sin).
-        query_norm, key_norm = _array(w["q_norm"]) * np.float32(head_dim**-0.5), _array(w["k_norm"])
+        query_norm, key_norm = _array(weights.q_norm) * np.float32(head_dim**-0.5), _array(weights.k_norm)
         self.norms = np.concatenate((np.tile(query_norm, (num_heads, 1)), np.tile(key_norm, (num_kv_heads, 1))))
+        # A normalized head has length sqrt(hd) before its weights, and a rotation keeps lengths of pairs.
+        largest_score = head_dim * float(np.abs(query_norm).max() * np.abs(key_norm).max())
+        self._can_overflow = not largest_score < MAX_PLAIN_SCORE
         self.swapped_norms = np.roll(self.norms, head_dim // 2, axis=1)
         self._mean = np.full(head_dim, 1 / head_dim, np.float32)
         self._rms = np.empty((num_rotated, 1), np.float32)
@@ -231,55 +244,46 @@ class _Layer:
     def project(self, cosines: Array, sines: Array, key: Array, value: Array) -> None:
         """x -> queries in their buffer; `key` and `value` [Hkv, hd] are written. `cosines`, `sines` [H + Hkv, hd] are
         the rotation of the position with the norms' weights multiplied in."""
-        _normalize(self._x, self._input_norm, self._eps, self._normed)
+        square = _mean_square(self._x) + self._eps
         self._qkv()
         heads, squares, rms = self._heads, self._squares, self._rms
         np.multiply(heads, heads, squares)
         np.dot(squares, self._mean, self._rms_flat)
-        rms += self._eps
+        rms += self._eps * square  # heads are not divided by the norm of x yet, nor need they be
         np.sqrt(rms, rms)
         np.multiply(heads, cosines, self._rotated)
         np.multiply(self._swapped, sines.reshape(self._crossed.shape), self._crossed)
         self._rotated += squares
         self._rotated /= rms
-        key[...], value[...] = self._keys, self._values
+        key[...] = self._keys
+        np.multiply(self._values, 1 / math.sqrt(square), value)
 
     def finish(self, keys: Array, values: Array) -> None:
         """Attends to keys [Hkv, hd, T] and values [Hkv, T, hd]; then everything up to the new x."""
         scores = np.matmul(self._queries, keys)  # [Hkv, G, T]
-        scores -= np.maximum.reduce(scores, 2, keepdims=True)
+        if self._can_overflow:
+            scores -= np.maximum.reduce(scores, 2, keepdims=True)
         np.exp(scores, scores)
         np.matmul(scores, values, self._attended)
         self._attended /= np.add.reduce(scores, 2, keepdims=True)
         self._out()
         x, gate, inner = self._x, self._gate, self._inner
         x += self._branch
-        _normalize(x, self._post_norm, self._eps, self._normed)
+        square = _mean_square(x) + self._eps
         self._gate_up()
-        np.negative(gate, inner)
+        np.multiply(gate, -1 / math.sqrt(square), inner)
         np.exp(inner, inner)
         inner += 1
         np.divide(gate, inner, inner)
         inner *= self._up
         self._down()
-        x += self._branch
+        branch = self._branch
+        branch /= square  # the norms of gate and of up
+        x += branch
 
 
-def _normalize(x: Array, weight: Array, eps: float, out: Array) -> None:
-    np.multiply(x, weight, out)
-    out *= 1 / math.sqrt(x.dot(x) / len(x) + eps)
-
-
-def _product(weight: Tensor, x: Array, out: Array) -> Callable[[], object]:
-    """Something to call that does out [N] = weight [N, K] @ x [K]."""
-    num_rows, width = weight.shape
-    matrix = _array(weight)
-    if matrix.size <= UNTHREADED_SIZE:
-        return partial(np.dot, matrix, x, out)
-    block = next((n for n in range(min(UNTHREADED_SIZE // width, num_rows), 3, -1) if num_rows % n == 0), None)
-    if matrix.size > MAX_BLOCKED_SIZE or block is None:
-        return partial(torch.mm, torch.from_numpy(x)[None], weight.detach().t(), out=torch.from_numpy(out)[None])
-    return partial(np.matmul, matrix.reshape(-1, block, width), x, out.reshape(-1, block))
+def _mean_square(x: Array) -> float:
+    return float(x.dot(x)) / len(x)
 
 
 def _heads_first(keys: Array, values: Array) -> tuple[Array, Array]:
