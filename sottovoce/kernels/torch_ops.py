@@ -165,6 +165,8 @@ def sample_codes(
     if banned is not None:
         logits = logits.masked_fill(banned.bool(), -torch.inf)
     greedy = logits.argmax(-1)
+    if logits.device.type == "cpu" and not do_sample.any():
+        return greedy
 
     scores = logits / temperature[:, None]
     ordered = scores.sort(dim=-1).values
