@@ -65,10 +65,14 @@ def main() -> None:
     for index, plan in enumerate(plans):
         engine.add(index, plan, Sampling.greedy(repetition_penalty=1.0), index, options.frames)
     spoken = {event.id: event.codes for event in engine.drain() if event.finish_reason}
-    del engine  # it reads the weights that are cast below
     codes = [spoken[index] for index in range(options.requests)]
+    single = make_engine(network, None, 1)
+    single.add(0, plans[0], Sampling.greedy(repetition_penalty=1.0), 0, options.frames)
+    alone = np.concatenate([event.codes for event in single.drain()])
+    print("alone = among others, bit for bit:", np.array_equal(alone, codes[0]), "by", single.runner.model.backend)
     rows = [{"size": options.size, "engine": options.dtype, "reference": options.dtype}]
     rows[0] |= judge(network, plans, codes, options.margin)
+    del engine, single  # they read the weights that are cast now
     if dtype != torch.float32:
         rows.append({"size": options.size, "engine": options.dtype, "reference": "float32"})
         rows[1] |= judge(network.float(), plans, codes, options.margin)

@@ -69,10 +69,10 @@ def random_plan(config: ModelConfig, num_tokens: int = 20, seed: int = 0) -> Pro
     import numpy as np
 
     rng, talker = np.random.default_rng(seed), config.talker
-    text = [*rng.integers(0, 1000, num_tokens), config.tts_eos_token_id]
+    text = [*rng.integers(0, 300, num_tokens), config.tts_eos_token_id]
     pad, absent = config.tts_pad_token_id, [-1]
     control = [talker.codec_nothink_id, talker.codec_think_bos_id, talker.codec_think_eos_id]
-    text_ids = [*rng.integers(0, 1000, 3), *[pad] * 3, config.tts_bos_token_id, *text, pad]
+    text_ids = [*rng.integers(0, 300, 3), *[pad] * 3, config.tts_bos_token_id, *text, pad]
     first = absent * 3 + control + [talker.codec_pad_id] * (1 + len(text)) + [talker.codec_bos_id]
     codec_ids = np.full((len(first), talker.num_code_groups), -1, np.int64)
     codec_ids[:, 0] = first
@@ -80,16 +80,22 @@ def random_plan(config: ModelConfig, num_tokens: int = 20, seed: int = 0) -> Pro
 
 
 def make_engine(
-    network: Network, codec: Codec | None, rows: int, *, tokens_a_row: int = 1024, use_graphs: bool = True
+    network: Network,
+    codec: Codec | None,
+    rows: int,
+    *,
+    tokens_a_row: int = 1024,
+    use_graphs: bool = True,
+    whole_frames: bool = False,
 ) -> Engine:
-    """An engine for `rows` requests at once; without a codec it gives codes only."""
+    """An engine for `rows` requests at once; without a codec it gives codes only. `whole_frames`: `kernels.select`."""
     weight = network.talker.codec_head.weight
     audio = None
     if codec is not None:
         decoder = slot_decoder(codec.decoder, rows, max_frames=MAX_CHUNK_FRAMES)
         audio = AudioStage(decoder, use_graphs=use_graphs)
     capacity = Capacity(num_pages=rows * tokens_a_row // 16, max_rows=rows, page_tokens=16)
-    ops = select(weight.device, weight.dtype)
+    ops = select(weight.device, weight.dtype, whole_frames=whole_frames)
     return Engine(network, audio, ops, capacity, tokens_a_row, use_graphs=use_graphs)
 
 

@@ -1,6 +1,7 @@
 """Milliseconds a frame, by batch: this engine on random weights of the published shapes, beside the hardware's floor.
 
     python benchmarks/decode.py [--sizes 1.7B 0.6B] [--batches 1 2 4 8 16 32 64] [--frames 100] [--dtype bfloat16]
+        [--whole-frames]
 
 Rows: the talker and predictor step alone (graph replays), the codec alone (chunks of 8 frames), and the whole engine,
 codec included. `floor_share` is the time to read all weights once, at the read bandwidth measured here, over the time
@@ -31,7 +32,9 @@ from common import (
 from sottovoce.types import Sampling
 
 
-def measure(size: str, batches: list[int], frames: int, dtype: torch.dtype, device: torch.device) -> list[dict]:
+def measure(
+    size: str, batches: list[int], frames: int, dtype: torch.dtype, device: torch.device, whole_frames: bool
+) -> list[dict]:
     network, codec = random_network(SIZES[size], device, dtype), random_codec(device, torch.float32).to(dtype)
     bandwidth = read_bandwidth(device)
     floor_s = bytes_per_frame(network.config, dtype.itemsize) / bandwidth
@@ -39,7 +42,7 @@ def measure(size: str, batches: list[int], frames: int, dtype: torch.dtype, devi
     rows = []
     for batch in batches:
         torch.cuda.reset_peak_memory_stats()
-        engine = make_engine(network, codec, batch)
+        engine = make_engine(network, codec, batch, whole_frames=whole_frames)
 
         def speak(engine=engine, batch=batch) -> None:
             for row in range(batch):
@@ -67,7 +70,7 @@ def measure(size: str, batches: list[int], frames: int, dtype: torch.dtype, devi
                 "x_real_time": batch * FRAME_S / whole_s,
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
                 "graphs_mib": (engine.runner.launcher.num_bytes + engine.audio.launcher.num_bytes) / 2**20,
-                "kernels": engine.runner.model.ops.backend,
+                "kernels": engine.runner.model.backend,
             }
         )
         print(rows[-1], flush=True)
@@ -83,12 +86,14 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--frames", type=int, default=100)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--whole-frames", action="store_true", help="use the persistent CUDA kernel")
     options = parser.parse_args()
     device = torch.device("cuda")
     print(torch.cuda.get_device_name(device), "torch", torch.__version__)
     rows = []
     for size in options.sizes:
-        rows += measure(size, options.batches, options.frames, getattr(torch, options.dtype), device)
+        dtype = getattr(torch, options.dtype)
+        rows += measure(size, options.batches, options.frames, dtype, device, options.whole_frames)
     print_table(rows)
 
 

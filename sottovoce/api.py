@@ -95,7 +95,7 @@ class TTS:
             "device": str(device),
             "dtype": dtype_name(dtype),
             "codec": dtype_name(codec_dtype),
-            "kernels": ops.backend,
+            "kernels": driver.engine.runner.model.backend,
         }
 
     @classmethod

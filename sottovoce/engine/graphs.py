@@ -32,13 +32,20 @@ class Launcher:
     def __init__(self, device: torch.device, *, use_graphs: bool = True, is_urgent: bool = True) -> None:
         self.device = device
         self.is_graphed = use_graphs and device.type == "cuda"
-        self.num_bytes = 0  # of the card's memory that graphs hold
         self._captured: dict[Hashable, _Captured] = {}
         self._stream: torch.cuda.Stream | None = None
         self._pool = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1 if is_urgent else 0)
             self._pool = torch.cuda.graph_pool_handle() if self.is_graphed else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the card's memory that graphs hold: the segments of their own pool."""
+        if not self._captured:
+            return 0
+        segments = torch.cuda.memory_snapshot()
+        return sum(segment["total_size"] for segment in segments if segment.get("segment_pool_id") == self._pool)
 
     def here(self) -> contextlib.AbstractContextManager:
         """Within it, work goes to this launcher's stream."""
@@ -78,11 +85,9 @@ class Launcher:
     def _capture(self, work: Callable[..., Tensor], static: tuple[Tensor, ...]) -> _Captured:
         work(*static)  # compiles kernels and fills caches, which a capture must not do
         torch.cuda.synchronize(self.device)
-        before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             output = work(*static)
-        self.num_bytes += torch.cuda.memory_reserved(self.device) - before
         return _Captured(graph, static, output)
 
 

@@ -7,9 +7,10 @@ what a frame is made of is `model/reference.py`'s, and this must equal it. Knows
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from sottovoce.engine.tables import (
     BatchNumbers,
     SlotTables,
 )
+from sottovoce.kernels.cuda_frame import Unsupported
 from sottovoce.kernels.predictor import predict, predictor_inputs
 from sottovoce.kernels.tables import Embed, LayerWeights, Limits, PredictorWeights, SampleRows
 from sottovoce.model.layers import DecoderLayer, rope_tables
@@ -32,7 +34,6 @@ from sottovoce.model.talker import banned_codes
 
 if TYPE_CHECKING:
     from sottovoce.kernels import Ops
-    from sottovoce.kernels.cpu_frame import RowFrame
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +78,8 @@ class StepModel:
         self.banned = banned_codes(self.config.talker).to(self.device, torch.uint8)
         with torch.no_grad():
             self.pad_row = talker.embed_text(torch.tensor([self.config.tts_pad_token_id], device=self.device))[0]
-        self._run_frame = self._frame if ops.row_frame is None else self._row_frame(ops.row_frame)
+        self.backend = ops.backend
+        self._run_frame = self._frame if ops.frame is None else self._whole_frame()
 
     @torch.no_grad()
     def decode(self, tables: SlotTables, kv: Pages, slots: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ class StepModel:
     ) -> tuple[Tensor, Tensor]:
         """A frame of all rows, operation by operation: codes [B, K] and the next inputs [B, D].
 
-        `RowFrame.frame` describes the arguments.
+        `cpu_frame.RowFrame.frame` describes the arguments.
         """
         ops, talker, num_rows = self.ops, self.network.talker, len(x)
         x = self._layers(x, positions, pages, keys, values, is_prompt=False)
@@ -145,11 +147,26 @@ class StepModel:
         predict(ops, weights, inputs, others, codes, total, text, next_input)
         return codes, next_input
 
-    def _row_frame(self, make: type[RowFrame]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def _whole_frame(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """A frame in one piece, by what the op table has for it, as long as that turns out to work here."""
         projection, talker = self.network.predictor.small_to_mtp_projection, self.network.talker
         parts = None if isinstance(projection, nn.Identity) else (projection.weight, projection.bias)
         norm, head = talker.decoder.norm.weight, talker.codec_head.weight
-        return make(self.layers, norm, head, self.rope, self.eps, self.predictor, parts).frame
+        try:
+            whole = self.ops.frame(self.layers, norm, head, self.rope, self.eps, self.predictor, parts)
+        except Unsupported:
+            return self._frame
+        self.backend = whole.backend
+
+        def frame(*arguments: Any) -> tuple[Tensor, Tensor]:
+            try:
+                return whole.frame(*arguments)
+            except Unsupported as error:  # it is compiled at its first use
+                warnings.warn(f"frames are computed operation by operation: {error}", stacklevel=2)
+                self.backend, self._run_frame = self.ops.backend, self._frame
+                return self._frame(*arguments)
+
+        return frame
 
     def _layers(
         self, x: Tensor, positions: Tensor, pages: Tensor, keys: Tensor, values: Tensor, is_prompt: bool

@@ -16,6 +16,7 @@ from sottovoce.kernels import torch_ops
 from sottovoce.kernels.tiles import Tuning
 
 if TYPE_CHECKING:
+    from sottovoce.kernels.batch_frame import BatchFrame
     from sottovoce.kernels.cpu_frame import RowFrame
 
 __all__ = ["Ops", "Tuning", "select"]
@@ -25,7 +26,8 @@ __all__ = ["Ops", "Tuning", "select"]
 class Ops:
     """One implementation of each operation, with the signatures of `torch_ops`; `backend` and `reason` for people.
 
-    `row_frame`: what computes whole frames, row by row, where that is faster than operations on a batch.
+    `frame`: what computes whole frames, where something does so faster than operation by operation. It may turn out,
+    when it is made or first used, that it cannot for these shapes (`cuda_frame.Unsupported`).
     """
 
     rms_norm: Callable
@@ -39,22 +41,33 @@ class Ops:
     backend: str
     reason: str
     tuning: Tuning = field(default_factory=Tuning)
-    row_frame: type[RowFrame] | None = None
+    frame: type[RowFrame] | type[BatchFrame] | None = None
 
 
-def select(device: torch.device | str, dtype: torch.dtype, *, tuning: Tuning | None = None) -> Ops:
-    """The fastest operations that work on `device` in `dtype`."""
+def select(
+    device: torch.device | str, dtype: torch.dtype, *, tuning: Tuning | None = None, whole_frames: bool = False
+) -> Ops:
+    """The fastest operations that work on `device` in `dtype`.
+
+    `whole_frames` adds the persistent CUDA kernel. It is faster at small batches, and not yet trusted: above 16 rows it
+    has not been checked on a card.
+    """
     device = torch.device(device)
     if device.type == "cpu" and dtype == torch.float32:
         return _cpu()
     if device.type != "cuda":
         return _torch(f"no Triton kernels for {device.type}")
     capability = torch.cuda.get_device_capability(device)
-    return choose(capability, dtype, find_spec("triton") is not None, tuning)
+    ops = choose(capability, dtype, find_spec("triton") is not None, tuning)
+    if not whole_frames:
+        return ops
+    from sottovoce.kernels.batch_frame import BatchFrame
+
+    return replace(ops, frame=BatchFrame)
 
 
 def choose(capability: tuple[int, int], dtype: torch.dtype, has_triton: bool, tuning: Tuning | None = None) -> Ops:
-    """`select` as a function of facts alone."""
+    """`select` as a function of facts alone, without whole frames."""
     if not has_triton:
         return _torch("Triton is not installed: pip install triton")
     if capability < (8, 0):
@@ -80,7 +93,7 @@ def _cpu() -> Ops:
     from sottovoce.kernels.cpu_frame import RowFrame
 
     reason = "frames row by row in numpy, prompts in torch"
-    return replace(_table(torch_ops, "cpu", reason), attend=cpu_ops.attend, row_frame=RowFrame)
+    return replace(_table(torch_ops, "cpu", reason), attend=cpu_ops.attend, frame=RowFrame)
 
 
 def _torch(reason: str) -> Ops:
