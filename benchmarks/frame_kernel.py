@@ -13,17 +13,28 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from statistics import median
 
 import torch
-from kernels_model import CODEBOOKS, DEVICE, make_limits, make_predictor, make_rows, make_state, make_talker, step
+from kernels_model import (
+    CODEBOOKS,
+    DEVICE,
+    make_limits,
+    make_predictor,
+    make_rows,
+    make_state,
+    make_talker,
+    step,
+)
 
 from sottovoce.kernels import predictor, torch_ops
 from sottovoce.kernels.cuda_frame import FrameKernel, compiled
 
 
 class Forced:
-    """The torch twin made to follow given codes: records how far below the best logit each of them is, in deviations."""
+    """The torch twin made to follow given codes: records how far below the best logit each is, in deviations."""
 
     def __init__(self, codes):
         self.codes, self.regrets = codes, []
@@ -54,8 +65,8 @@ def upcast(value):
 
 
 def run(kernel, state, rows, limits, log=None):
-    cache = state.k_cache, state.v_cache
-    kernel(state.x, state.positions, state.block_table, *cache, rows, rows, limits, state.text, state.codes, state.x, log)
+    cache, out = (state.k_cache, state.v_cache), (state.codes, state.x)
+    kernel(state.x, state.positions, state.block_table, *cache, rows, rows, limits, state.text, *out, log)
 
 
 def cut(state, rows):
@@ -96,7 +107,8 @@ def check(kernel, size, w, p, batches):
             if name == "greedy" and batch in (1, 8, 16, 64):
                 twin = Forced(state.codes)
                 exact = upcast(replace(cut(whole, pick), k_cache=whole.k_cache, v_cache=whole.v_cache))
-                step(twin, lambda *a: predictor.predict(twin, *a), upcast(w), upcast(p), exact, chosen, chosen, make_limits(batch))
+                predict = partial(predictor.predict, twin)
+                step(twin, predict, upcast(w), upcast(p), exact, chosen, chosen, make_limits(batch))
                 regret = torch.stack(twin.regrets)
                 values["largest_regret"] = [round(float(r.max()), 3) for r in regret]
                 values["best_taken"] = round(float((regret == 0).float().mean()), 4)
@@ -141,7 +153,7 @@ def profile(kernel, size, batch, position):
     for _ in range(3):
         run(kernel, state, rows, limits, log)
     clocks = log[log > 0].tolist()
-    report(job=f"profile {size}", batch=batch, count=len(clocks), clocks=[b - a for a, b in zip(clocks, clocks[1:])])
+    report(job=f"profile {size}", batch=batch, count=len(clocks), clocks=[b - a for a, b in pairwise(clocks)])
 
 
 def main():
@@ -172,10 +184,10 @@ def main():
             floor = floor_us(w, p, options.bandwidth)
             for batch in batches:
                 state, rows, limits = make_state(size, batch, options.position), make_rows(batch), make_limits(batch)
-                us = timed_us(lambda s=state, r=rows, m=limits: run(kernel, s, r, m))
-                speed = round(batch * 80 / us * 1000)
-                report(job="frame", size=size, batch=batch, us=round(us, 1), floor_us=round(floor, 1), share=round(floor / us, 3), audio_s_per_s=speed)
-        del kernel, w, p
+                us = timed_us(partial(run, kernel, state, rows, limits))
+                values = {"us": round(us, 1), "floor_us": round(floor, 1), "share": round(floor / us, 3)}
+                report(job="frame", size=size, batch=batch, **values, audio_s_per_s=round(batch * 80000 / us))
+        kernel = w = p = None
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from sottovoce.kernels.tables import Limits, PredictorWeights, SampleRows, Talke
 MAX_BATCH = 64
 CHUNK = 512  # positions of one block's share of a long row (attention.cuh)
 _HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
-_SOURCES = ("base.cuh", "linear.cuh", "attention.cuh", "sample.cuh", "frame.cu")
+_HEADERS = "base.cuh", "linear.cuh", "attention.cuh", "sample.cuh"
+_SOURCES = (*_HEADERS, "frame.cu")
 
 
 class Unsupported(RuntimeError):
@@ -51,8 +52,6 @@ class Variant:
     octets: int  # batch rows / 8
     is_fused: bool  # the predictor's attention is computed by every block instead of between two barriers
     is_profiled: bool = False
-    extra: str = ''
-    depth: int = 16  # tiles of weights in flight, a power of two
 
     @property
     def max_tiles(self) -> int:
@@ -72,10 +71,10 @@ class Variant:
 
     def defines(self) -> dict[str, object]:
         qkv = (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
-        return {
+        values = {
             "GRID": self.grid,
             "OCTETS": self.octets,
-            "DEPTH": self.depth,
+            "DEPTH": 16,
             "FUSED": int(self.is_fused),
             "SUM_BYTES": 24576 if self.octets == 1 else 49152,
             "MAX_TILES": self.max_tiles,
@@ -104,7 +103,8 @@ class Variant:
             "SMALL_OUT_TILES": self.share(self.small_width),
             "SMALL_GATE_TILES": self.share(self.small_inner),
             "SMALL_HEAD_TILES": self.share(self.codes),
-        } | ({"PROFILE": 1} if self.is_profiled else {}) | {n: 1 for n in self.extra.split()}
+        }
+        return values | {"PROFILE": 1} if self.is_profiled else values
 
     @property
     def num_pieces(self) -> int:
@@ -236,8 +236,6 @@ class FrameKernel:
             octets=octets,
             is_fused=batch <= 2,
             is_profiled=is_profiled,
-            extra=os.environ.get('FRAME_EXTRA', ''),
-            depth=int(os.environ.get('FRAME_DEPTH', '16')),
         )
 
     def _check(self) -> None:
@@ -332,29 +330,21 @@ def _launch(kernel: int, grid: int, shared_bytes: int, values: list[int]) -> Non
     _raise(driver, driver.cuLaunchCooperativeKernel(ctypes.c_void_p(kernel), *sizes, stream, parameters))
 
 
-_loaded: dict[tuple[Variant, int], tuple[int, int]] = {}
-
-
+@cache
 def load(variant: Variant, device: torch.device) -> tuple[int, int]:
-    """(function handle, bytes of shared memory) of a build on `device`; compiles it if no cache has it."""
-    key = variant, device.index or 0
-    if key not in _loaded:
-        image = compiled(variant, torch.cuda.get_device_capability(device))
-        driver, module, function, size = _driver(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # makes the context current
-            _raise(driver, driver.cuModuleLoadData(ctypes.byref(module), image))
-            _raise(driver, driver.cuModuleGetFunction(ctypes.byref(function), module, b"frame"))
-            pointer = ctypes.c_void_p()
-            _raise(
-                driver,
-                driver.cuModuleGetGlobal_v2(ctypes.byref(pointer), ctypes.byref(size), module, b"shared_bytes"),
-            )
-            shared = ctypes.c_uint()
-            _raise(driver, driver.cuMemcpyDtoH_v2(ctypes.byref(shared), pointer, ctypes.c_size_t(4)))
-            _raise(driver, driver.cuFuncSetAttribute(function, 8, shared.value))  # MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _loaded[key] = function.value, shared.value
-    return _loaded[key]
+    """(function handle, bytes of shared memory) of a build on `device`; compiles it if no cache folder has it."""
+    image = compiled(variant, torch.cuda.get_device_capability(device))
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    pointer, size, shared = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_uint()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes the context current
+        _raise(driver, driver.cuModuleLoadData(ctypes.byref(module), image))
+        _raise(driver, driver.cuModuleGetFunction(ctypes.byref(function), module, b"frame"))
+        name = b"shared_bytes"
+        _raise(driver, driver.cuModuleGetGlobal_v2(ctypes.byref(pointer), ctypes.byref(size), module, name))
+        _raise(driver, driver.cuMemcpyDtoH_v2(ctypes.byref(shared), pointer, ctypes.c_size_t(4)))
+        _raise(driver, driver.cuFuncSetAttribute(function, 8, shared.value))  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+    return function.value, shared.value
 
 
 def compiled(variant: Variant, capability: tuple[int, int]) -> bytes:
@@ -402,9 +392,7 @@ def _compile(sources: dict[str, str], options: list[str]) -> bytes:
         return "\n" + text.value.decode()[:4000]
 
     source = sources[main].encode()
-    check(
-        library.nvrtcCreateProgram(ctypes.byref(program), source, main.encode(), len(headers), texts, names)
-    )
+    check(library.nvrtcCreateProgram(ctypes.byref(program), source, main.encode(), len(headers), texts, names))
     arguments = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     check(library.nvrtcCompileProgram(program, len(options), arguments))
     size = ctypes.c_size_t()

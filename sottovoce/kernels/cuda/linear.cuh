@@ -50,7 +50,7 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool w
   constexpr int BLOCKS = K / 256, DEEP = K / 512;
   constexpr bool RESIDENT = OCTETS * BLOCKS * 4 <= 64;
   constexpr int AHEAD = RESIDENT ? BLOCKS : 16 / OCTETS;
-  constexpr int U = step_of(T * DEEP), CHAINS = T == 1 ? (DEEP % 4 == 0 ? 4 : 3) : T == 2 ? 2 : 1;
+  constexpr int U = step_of(T * DEEP), CHAINS = T == 1 ? (DEEP % 4 == 0 ? 4 : DEEP % 3 == 0 ? 3 : 2) : T == 2 ? 2 : 1;
   static_assert(DEEP % CHAINS == 0 || T > 2, "chains divide K");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int row = lane >> 2, column = warp * (K / 8) + (lane & 3) * 8;
