@@ -69,9 +69,7 @@ def top_p_border(bits, mass, border):
 
 
 @triton.jit
-def draw(
-    logits, inside, token, seed, frame, codebook, do_sample, temperature, top_k, top_p, V: tl.constexpr
-):
+def draw(logits, inside, token, seed, frame, codebook, do_sample, temperature, top_k, top_p, V: tl.constexpr):
     """Token id from penalized float32 logits (-inf where banned or outside)."""
     code = tl.argmax(logits, 0)
     if do_sample != 0:
