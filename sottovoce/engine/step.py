@@ -8,7 +8,6 @@ what a frame is made of is `model/reference.py`'s, and this must equal it. Knows
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,8 @@ from sottovoce.model.talker import banned_codes
 
 if TYPE_CHECKING:
     from sottovoce.kernels import Ops
+    from sottovoce.kernels.batch_frame import BatchFrame
+    from sottovoce.kernels.cpu_frame import RowFrame
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +79,7 @@ class StepModel:
         self.banned = banned_codes(self.config.talker).to(self.device, torch.uint8)
         with torch.no_grad():
             self.pad_row = talker.embed_text(torch.tensor([self.config.tts_pad_token_id], device=self.device))[0]
-        self.backend = ops.backend
-        self._run_frame = self._frame if ops.frame is None else self._whole_frame()
+        self._whole = self._make_whole()
 
     @torch.no_grad()
     def decode(self, tables: SlotTables, kv: Pages, slots: Tensor) -> Tensor:
@@ -147,26 +147,32 @@ class StepModel:
         predict(ops, weights, inputs, others, codes, total, text, next_input)
         return codes, next_input
 
-    def _whole_frame(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """A frame in one piece, by what the op table has for it, as long as that turns out to work here."""
+    @property
+    def backend(self) -> str:
+        """What computes frames, for people."""
+        return self.ops.backend if self._whole is None else self._whole.backend
+
+    def _make_whole(self) -> RowFrame | BatchFrame | None:
+        """What the op table has for frames in one piece, if it is made for these shapes."""
+        if self.ops.frame is None:
+            return None
         projection, talker = self.network.predictor.small_to_mtp_projection, self.network.talker
         parts = None if isinstance(projection, nn.Identity) else (projection.weight, projection.bias)
         norm, head = talker.decoder.norm.weight, talker.codec_head.weight
         try:
-            whole = self.ops.frame(self.layers, norm, head, self.rope, self.eps, self.predictor, parts)
+            return self.ops.frame(self.layers, norm, head, self.rope, self.eps, self.predictor, parts)
         except Unsupported:
-            return self._frame
-        self.backend = whole.backend
+            return None
 
-        def frame(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def _run_frame(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """A frame by the fastest that works here."""
+        if self._whole is not None:
             try:
-                return whole.frame(*arguments)
+                return self._whole.frame(*arguments)
             except Unsupported as error:  # it is compiled at its first use
                 warnings.warn(f"frames are computed operation by operation: {error}", stacklevel=2)
-                self.backend, self._run_frame = self.ops.backend, self._frame
-                return self._frame(*arguments)
-
-        return frame
+                self._whole = None
+        return self._frame(*arguments)
 
     def _layers(
         self, x: Tensor, positions: Tensor, pages: Tensor, keys: Tensor, values: Tensor, is_prompt: bool
