@@ -45,7 +45,7 @@ def speak(lab, engine):
 
 
 def test_the_kernel_gets_what_it_asks_for(lab, monkeypatch):
-    """Contiguous tensors of fixed types, since it takes bare addresses; its results are what the engine goes on with."""
+    """Contiguous tensors of fixed types, since it takes bare addresses; the engine goes on with its results."""
     plain = replace(select("cpu", torch.float32), frame=None)
     calls = []
 
