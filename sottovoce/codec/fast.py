@@ -7,6 +7,7 @@ the caller. Calls are to be made on one stream of the device, in order.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,7 +29,7 @@ MAX_FRAMES = 16
 PASS_FRAMES = 256  # stream-frames worked on at once; more fills no card better and only costs memory
 
 
-class SlotDecoder:
+class SlotDecoder(ABC):
     """What both implementations share.
 
     Args:
@@ -45,6 +46,7 @@ class SlotDecoder:
         self.is_bad = torch.zeros(max_slots + 1, dtype=torch.bool, device=pools[0].device)
         self._pools, self._cleared = [*pools, self.is_bad], [*cleared, self.is_bad]
 
+    @abstractmethod
     def decode(self, slots: Tensor, codes: Tensor) -> Tensor:
         """The next frames of some streams.
 
@@ -55,7 +57,6 @@ class SlotDecoder:
         Returns:
             float32 [B, T * frame_samples] in [-1, 1].
         """
-        raise NotImplementedError
 
     def reset(self, slots: Tensor) -> None:
         """Makes slots (int64 [N]) those of streams that have not begun."""

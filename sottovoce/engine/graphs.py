@@ -51,11 +51,6 @@ class Launcher:
         """Within it, work goes to this launcher's stream."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def wait_for(self, other: Launcher) -> None:
-        """What is launched from now on begins after all that `other` has been given so far."""
-        if self._stream is not None and other._stream is not None:
-            self._stream.wait_stream(other._stream)
-
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
@@ -113,9 +108,7 @@ class HostCopy:
         return self._tensor
 
 
-def to_device(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small host list as a tensor, from pinned memory, so that nobody waits for the copy."""
+def pinned(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A host list as a tensor that a copy to `device` need not wait for."""
     tensor = torch.tensor(values, dtype=dtype)
-    if device.type != "cuda":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory() if device.type == "cuda" else tensor

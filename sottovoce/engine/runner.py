@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sottovoce.engine.graphs import HostCopy, Launcher, to_device
+from sottovoce.engine.graphs import HostCopy, Launcher, pinned
 from sottovoce.engine.request import Capacity, Chunk, Row, Step, Swap
 from sottovoce.engine.step import Pages, StepModel
 from sottovoce.engine.tables import TEXT_RING_ROWS, SlotTables
@@ -110,7 +110,9 @@ class Runner:
         for row, slot in step.admitted:
             self._guard(fail, row, self._begin, row, slot, jobs)
         if step.page_entries:
-            entries = to_device(list(zip(*step.page_entries, strict=True)), torch.int64, self.model.device)
+            device = self.model.device
+            entries = pinned(list(zip(*step.page_entries, strict=True)), torch.int64, device)
+            entries = entries.to(device, non_blocking=True)
             self.tables.pages[entries[0], entries[1]] = entries[2].int()
         self._prefill([chunk for chunk in step.prefill if chunk.row.id in jobs], jobs, fail)
         if not step.rows:
@@ -177,7 +179,11 @@ class Runner:
             padding = size - len(block)
             block = torch.cat((block, block.new_zeros(padding, block.shape[1])))
             slots, positions = slots + [scratch] * padding, positions + [-1] * padding
-            inputs = block, *_pinned((slots, torch.int64), (positions, torch.int32), device=model.device)
+            inputs = (
+                block,
+                pinned(slots, torch.int64, model.device),
+                pinned(positions, torch.int32, model.device),
+            )
             self.launcher.run(
                 ("prefill", size),
                 lambda *inputs: model.prefill(self.tables, self.kv, *inputs),
@@ -194,7 +200,7 @@ class Runner:
         return self.launcher.run(
             ("decode", len(slots)),
             lambda slots: model.decode(self.tables, self.kv, slots),
-            _pinned((slots, torch.int64), device=model.device),
+            (pinned(slots, torch.int64, model.device),),
             lambda: (torch.full((len(slots),), self.tables.scratch, device=model.device),),
         )
 
@@ -229,9 +235,3 @@ class Runner:
                 both[0].to(self.model.device),
                 both[1].to(self.model.device),
             )
-
-
-def _pinned(*columns: tuple[list[int], torch.dtype], device: torch.device) -> tuple[Tensor, ...]:
-    """Host lists as tensors that a copy to the device need not wait for."""
-    tensors = (torch.tensor(values, dtype=dtype) for values, dtype in columns)
-    return tuple(tensor.pin_memory() if device.type == "cuda" else tensor for tensor in tensors)
