@@ -161,11 +161,10 @@ def test_loading_and_closing_again_and_again_takes_no_memory(base_folder):
         gc.collect()
         return resident_bytes()
 
-    for _ in range(2):
+    for _ in range(3):  # the allocator takes its share in the first rounds, the more so after other tests
         once()
-    before = once()
-    after = [once() for _ in range(4)]
-    assert min(after) - before < 3 << 20  # the weights alone are twice that
+    taken = [once() for _ in range(4)]
+    assert min(taken[2:]) - min(taken[:2]) < 6 << 20  # weights that stayed would be twice that in two rounds
 
 
 def test_a_resting_model_takes_no_time(tts):
