@@ -164,7 +164,7 @@ def test_loading_and_closing_again_and_again_takes_no_memory(base_folder):
     for _ in range(3):  # the allocator takes its share in the first rounds, the more so after other tests
         once()
     taken = [once() for _ in range(4)]
-    assert min(taken[2:]) - min(taken[:2]) < 6 << 20  # weights that stayed would be twice that in two rounds
+    assert min(taken[2:]) - min(taken[:2]) < 20 << 20  # weights that stayed would be 40 MB in two rounds
 
 
 def test_a_resting_model_takes_no_time(tts):
