@@ -56,9 +56,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        exact = x.float()
+        exact = widen(x)
         exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * exact.to(x.dtype)
+
+
+def widen(x: Tensor) -> Tensor:
+    """To fp32, in which norms and logits are computed; a float64 network, as gradients are checked with, keeps its."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def rope_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -112,20 +117,31 @@ class DecoderLayer(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: Cache | None = None,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D]. `mask` is bool, broadcast to [B, H, T, keys]; None lets every query see all keys."""
-        x = x + self.attention(self.input_layernorm(x), rope, cache, mask)
+        """[B, T, D] -> [B, T, D]. `mask` is bool, broadcast to [B, H, T, keys]; None lets every query see all keys.
+        `is_causal` stands for a causal mask over whole sequences without a cache: attention kernels that take no mask
+        keep no [T, T] scores for the backward pass."""
+        x = x + self.attention(self.input_layernorm(x), rope, cache, mask, is_causal)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def attention(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache | None, mask: Tensor | None) -> Tensor:
+    def attention(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache | None, mask: Tensor | None, is_causal: bool = False
+    ) -> Tensor:
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, head_dim]
         queries, keys, values = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
         queries = apply_rope(self.q_norm(queries), *rope).transpose(1, 2)
         keys, values = apply_rope(self.k_norm(keys), *rope).transpose(1, 2), values.transpose(1, 2)
         if cache is not None:
             keys, values = cache.update(self.index, keys, values)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=True
+        )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def mlp(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sottovoce.config import PredictorConfig
-from sottovoce.model.layers import Cache, Decoder
+from sottovoce.model.layers import Cache, Decoder, widen
 
 
 class Predictor(nn.Module):
@@ -40,7 +40,7 @@ class Predictor(nn.Module):
         positions = torch.arange(num_positions, device=inputs.device).expand(num_rows, -1)
         hidden = self.decoder(self.small_to_mtp_projection(inputs), positions)
         logits = [head(hidden[:, i + 1]) for i, head in enumerate(self.lm_head[: num_positions - 1])]
-        return torch.stack(logits, dim=1).float()
+        return widen(torch.stack(logits, dim=1))
 
     def step(self, inputs: Tensor, codebook: int, cache: Cache) -> Tensor:
         """fp32 logits [B, V] of `codebook` 1..15.
@@ -51,4 +51,4 @@ class Predictor(nn.Module):
         num_rows, num_new, _ = inputs.shape
         positions = torch.arange(codebook + 1 - num_new, codebook + 1, device=inputs.device).expand(num_rows, -1)
         hidden = self.decoder(self.small_to_mtp_projection(inputs), positions, cache)
-        return self.lm_head[codebook - 1](hidden[:, -1]).float()
+        return widen(self.lm_head[codebook - 1](hidden[:, -1]))
