@@ -164,7 +164,7 @@ def embed_prompt(network: Network, plan: PromptPlan) -> EmbeddedPrompt:
 
     ids = np.concatenate((plan.text_ids, plan.trailing_ids, [plan.pad_id]))
     unique_ids, where = np.unique(ids, return_inverse=True)
-    text = talker.embed_text(on_device(unique_ids))[on_device(where)]  # [T + T2 + 1, D]
+    text = talker.embed_text(torch.from_numpy(unique_ids))[on_device(where)]  # [T + T2 + 1, D]
     text_rows, trailing, pad_row = text.split((len(plan), len(plan.trailing_ids), 1))
 
     num_codes = (plan.codec_ids != ABSENT).sum(axis=1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sottovoce.config import TalkerConfig
-from sottovoce.model.layers import Cache, Decoder
+from sottovoce.model.layers import Cache, Decoder, widen
 
 NUM_CONTROL_CODES = 1024  # the last ids of the talker's vocabulary: never spoken, but for the end
 
@@ -41,9 +41,13 @@ class Talker(nn.Module):
         self.codec_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed_text(self, ids: Tensor) -> Tensor:
-        """Text token ids [...] -> projected rows [..., D]. The only way in which text enters the model."""
+        """Text token ids [...] on any device -> projected rows [..., D]. The only way in which text enters the model.
+
+        Ids on the host cost no wait wherever the table lies.
+        """
         if self.text_embedding is None:
             raise RuntimeError("the text embedding was not loaded: add 'text_embedding' to parts")
+        ids = ids.to(self.text_embedding.weight.device, non_blocking=True)
         return self.text_projection(self.text_embedding(ids))
 
     def forward(self, x: Tensor, positions: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
@@ -52,7 +56,7 @@ class Talker(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] -> fp32 logits of codebook 0, [..., V]. fp32 before any processing, as published."""
-        return self.codec_head(hidden).float()
+        return widen(self.codec_head(hidden))
 
 
 def banned_codes(config: TalkerConfig) -> Tensor:
