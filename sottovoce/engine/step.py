@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from sottovoce.engine.tables import (
 )
 from sottovoce.kernels.cuda_frame import Unsupported
 from sottovoce.kernels.predictor import predict, predictor_inputs
+from sottovoce.kernels.quantized import QuantWeight
 from sottovoce.kernels.tables import Embed, LayerWeights, Limits, PredictorWeights, SampleRows
 from sottovoce.model.layers import DecoderLayer, rope_tables
 from sottovoce.model.network import Network
@@ -215,8 +217,14 @@ def stack_predictor(network: Network) -> PredictorWeights:
     predictor, talker = network.predictor, network.talker
     layers = predictor.decoder.layers
 
-    def stack(owners: nn.ModuleList, name: str) -> Tensor:
-        parameters = [owner.get_parameter(name) for owner in owners]
+    def stack(owners: nn.ModuleList, name: str) -> Tensor | QuantWeight:
+        parameters = [attrgetter(name)(owner) for owner in owners]
+        if isinstance(parameters[0], QuantWeight):
+            stacked = QuantWeight.stack(parameters)
+            path, _, leaf = name.rpartition(".")
+            for owner, view in zip(owners, stacked, strict=True):
+                setattr(owner.get_submodule(path), leaf, view)
+            return stacked
         stacked = torch.stack([p.data for p in parameters])
         for parameter, view in zip(parameters, stacked, strict=True):
             parameter.data = view
@@ -254,4 +262,4 @@ _LAYER_NAMES = {
 
 
 def _layer_weights(layer: DecoderLayer) -> LayerWeights:
-    return LayerWeights(**{field: layer.get_parameter(name) for field, name in _LAYER_NAMES.items()})
+    return LayerWeights(**{field: attrgetter(name)(layer) for field, name in _LAYER_NAMES.items()})

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sottovoce.kernels.cuda_frame import FrameKernel
+from sottovoce.kernels.cuda_frame import FrameKernel, Unsupported
+from sottovoce.kernels.quantized import QuantWeight
 from sottovoce.kernels.tables import LayerWeights, Limits, PredictorWeights, SampleRows, TalkerWeights
 
 
@@ -33,6 +34,8 @@ class BatchFrame:
         predictor: PredictorWeights,
         projection: tuple[Tensor, Tensor] | None,
     ) -> None:
+        if any(isinstance(w, QuantWeight) for w in (layers[0].qkv, predictor.qkv)):
+            raise Unsupported("the frame kernel reads no quantized weights")
         weight, bias = projection or (None, None)
         self._kernel = FrameKernel(TalkerWeights(tuple(layers), norm, head, weight, bias, *rope, eps), predictor)
         self._num_codes = len(predictor.heads) + 1

@@ -4,7 +4,7 @@ The Triton kernels are tested against these, and a machine without Triton runs t
 batching policy or weight files. On a GPU none of them waits for the device, so a CUDA graph can capture them.
 
 `prefetch` names the weights that the next operation will read. It is a hint to implementations that can use it and is
-ignored here, as is the workspace of `attend`.
+ignored here, as is the workspace of `attend`. The weight of a product can be a `quantized.QuantWeight`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sottovoce.kernels.quantized import QuantWeight, linear
 from sottovoce.kernels.random import gumbel
 from sottovoce.kernels.tables import Embed, Limits, SampleRows
 
@@ -28,34 +29,39 @@ def norm_linear(
     x: Tensor,
     norm: Tensor | None,
     eps: float,
-    weight: Tensor,
+    weight: Tensor | QuantWeight,
     bias: Tensor | None = None,
     *,
     out: Tensor | None = None,
     prefetch: Tensor | None = None,
 ) -> Tensor:
     """[B, D] -> [B, N]: rms_norm(x) @ weight.T + bias; no norm where `norm` is None."""
-    return _into(out, F.linear(x if norm is None else rms_norm(x, norm, eps), weight, bias))
+    return _into(out, linear(x if norm is None else rms_norm(x, norm, eps), weight, bias))
 
 
 def linear_residual(
-    x: Tensor, weight: Tensor, residual: Tensor, *, out: Tensor | None = None, prefetch: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | QuantWeight,
+    residual: Tensor,
+    *,
+    out: Tensor | None = None,
+    prefetch: Tensor | None = None,
 ) -> Tensor:
     """[B, K] -> [B, N]: residual + x @ weight.T. `out` may be `residual`."""
-    return _into(out, residual + F.linear(x, weight))
+    return _into(out, residual + linear(x, weight))
 
 
 def norm_gate_up(
     x: Tensor,
     norm: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Tensor | QuantWeight,
     *,
     out: Tensor | None = None,
     prefetch: Tensor | None = None,
 ) -> Tensor:
     """[B, D] -> [B, I]: silu(gate) * up of rms_norm(x); rows [0, I) of `weight` [2 I, D] are gate, [I, 2 I) up."""
-    gate, up = F.linear(rms_norm(x, norm, eps), weight).chunk(2, -1)
+    gate, up = linear(rms_norm(x, norm, eps), weight).chunk(2, -1)
     return _into(out, F.silu(gate) * up)
 
 

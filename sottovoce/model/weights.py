@@ -1,9 +1,9 @@
 """Checkpoint tensors <-> parameters, both ways, streamed: at no time is a tensor in memory twice.
 
 A network is built on the meta device, layers are swapped there if somebody wants other ones, and then each tensor of
-the file flows through a small buffer into its place, cast on the way. Knows the official names and nothing of hubs,
-tokenizers or number formats: a swapped module that has `load_weight(name, rows, start_row)` gets the rows instead. They
-lie on the target device, in the file's dtype, come in order, and are overwritten after the call.
+the file flows through a small buffer into its place, cast on the way. Knows the official names and nothing of hubs or
+tokenizers, nor how weights are quantized: a swapped module that has `load_weight(name, rows, start_row)` gets the rows
+instead. They lie on the target device, in the file's dtype, come in order, and are overwritten after the call.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from sottovoce.codec.codec import Codec
 from sottovoce.config import CodecConfig, ModelConfig
+from sottovoce.formats import Formats, agree, expand, from_config, parse_formats, split_name
 from sottovoce.manifest import Shape, codec_tensors, model_tensors
 from sottovoce.model.network import Network
+from sottovoce.quant.convert import swap_layers
 from sottovoce.tensorfile import SINGLE, TensorEntry, read_index, read_rows, write_tensors
-from sottovoce.types import CheckpointError, reject_unknown
+from sottovoce.types import CheckpointError, InputError, reject_unknown
 
 CODEC_PARTS = ("decoder", "encoder")
 BUFFER_BYTES = 4 << 20
@@ -49,10 +51,12 @@ _PREFIXES = (
 
 
 class Slot(NamedTuple):
-    """Where a tensor of the file goes: rows from `start_row` on of the parameter `name`."""
+    """Where a tensor of the file goes: rows from `start_row` on of the parameter `name`, or of its stored piece
+    `suffix` ("int8", "scales") in a quantized checkpoint."""
 
     name: str
     start_row: int = 0
+    suffix: str = ""
 
 
 class _NoInit(TorchFunctionMode):
@@ -72,16 +76,20 @@ def skeleton() -> Iterator[None]:
         yield
 
 
-def network_slots(config: ModelConfig, parts: Collection[str] | None = None) -> dict[str, tuple[Slot, Shape]]:
-    """Official name -> (its place in a `Network`, its shape), of the given parts or of all."""
+def network_slots(
+    config: ModelConfig, parts: Collection[str] | None = None, formats: Formats | None = None
+) -> dict[str, tuple[Slot, Shape]]:
+    """Official name -> (its place in a `Network`, its shape), of the given parts or of all. `formats`: of the file."""
     slots: dict[str, tuple[Slot, Shape]] = {}
-    next_row: dict[str, int] = {}
+    next_row: dict[tuple[str, str], int] = {}
     # Fused parameters fill up in the order of the list, which has q, k, v and gate, up in this order.
-    for official, shape in model_tensors(config).items():
-        part, name = _place(official)
+    for official, shape in expand(model_tensors(config), formats or {}).items():
+        base, suffix = split_name(official)
+        part, name = _place(base)
         if parts is None or part in parts:
-            slots[official] = Slot(name, next_row.get(name, 0)), shape
-            next_row[name] = next_row.get(name, 0) + shape[0]
+            start = next_row.get((name, suffix), 0)
+            slots[official] = Slot(name, start, suffix), shape
+            next_row[name, suffix] = start + shape[0]
     return slots
 
 
@@ -91,30 +99,35 @@ def load_network(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     parts: Collection[str] | None = None,
+    weights: str | Mapping[str, str] | None = None,
     prepare: Callable[[Network], None] | None = None,
 ) -> Network:
-    """Reads a model folder; parameters come without `requires_grad`.
+    """Reads a model folder; parameters come without `requires_grad`. A quantized checkpoint stays as it is.
 
     Args:
         folder: with `config.json` and `model.safetensors`, whole or sharded.
         device: where the parameters go.
         dtype: of all parameters; None keeps the file's (published: bfloat16).
         parts: any of `network.PARTS`; None loads everything that the model has.
+        weights: formats to quantize to while reading, as `formats.parse_formats` takes them. Where the rows lie on a
+            GPU, it does the work.
         prepare: called with the network on the meta device, to swap modules before any weights arrive.
 
     Raises:
         CheckpointError: files that are missing or broken, or tensors that are missing, unknown or of a wrong shape,
             all in one error.
-        InputError: unknown or unavailable parts.
+        InputError: unknown or unavailable parts or formats, or other formats than those of a quantized checkpoint.
     """
     config = ModelConfig.from_folder(folder)
+    found = from_config(config.quantization)
     with skeleton():
         network = Network(config, parts)
+    swap_layers(network, agree(parse_formats(weights), found))
     if prepare is not None:
         prepare(network)
-    slots = network_slots(config, network.parts)
-    entries = read_index(folder)
-    check_tensors(entries, {name: shape for name, (_, shape) in slots.items()}, model_tensors(config), str(folder))
+    slots = network_slots(config, network.parts, found)
+    entries, known = read_index(folder), expand(model_tensors(config), found)
+    check_tensors(entries, {name: shape for name, (_, shape) in slots.items()}, known, str(folder))
     fill(network, {name: slot for name, (slot, _) in slots.items()}, entries, device=device, dtype=dtype)
     return network
 
@@ -185,6 +198,7 @@ def fill(
         path, _, leaf = slot.name.rpartition(".")
         owner = module.get_submodule(path)
         sink = getattr(owner, "load_weight", None)
+        assert sink is not None or not slot.suffix, f"{official} needs a layer that takes it"
         target = None if sink is not None else _allocate(owner, leaf, device, dtype or _DTYPES[entry.dtype])
         for row, count in read_rows(entry, view):
             rows = buffer[:count].view(_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
@@ -192,15 +206,20 @@ def fill(
             if target is not None:
                 target[row : row + len(rows)].copy_(rows)
             else:
-                sink(leaf, rows.to(device), row)
+                sink(f"{leaf}.{slot.suffix}" if slot.suffix else leaf, rows.to(device), row)
     left = [name for name, tensor in module.state_dict().items() if tensor.is_meta]
     assert not left, f"no tensor of the checkpoint goes to {left[:5]}"
 
 
 def export_state(network: Network) -> Iterator[tuple[str, Tensor]]:
-    """(official name, tensor) of all parts that the network has; fused parameters are cut into views again."""
+    """(official name, tensor) of all parts that the network has; fused parameters are cut into views again.
+
+    Of a network without quantized layers: what those hold is no longer the model that was trained.
+    """
     state = network.state_dict()
     for official, (slot, shape) in network_slots(network.config, network.parts).items():
+        if slot.name not in state:
+            raise InputError(f"{official} is quantized; export the original weights instead", field="weights")
         yield official, state[slot.name][slot.start_row : slot.start_row + shape[0]]
 
 
