@@ -18,7 +18,7 @@ from torch import Tensor
 def snake_into(x: Tensor, alpha: Tensor, beta: Tensor, out: Tensor | None = None) -> Tensor:
     """y [B, D, T] of x [B, D, T], alpha and beta [D], into `out` (any strides between its rows) if given."""
     out = torch.empty_like(x) if out is None else out
-    if _has_kernel(x):
+    if has_kernel(x):
         from sottovoce.kernels.triton_snake import forward
 
         return forward(x, alpha, beta, out)
@@ -34,7 +34,7 @@ def snake_backward(
 
     `also` is added to the gradient of x: what reaches x around the Snake.
     """
-    if _has_kernel(x):
+    if has_kernel(x):
         from sottovoce.kernels.triton_snake import backward
 
         return backward(x, grad, alpha, beta, also)
@@ -58,5 +58,6 @@ def _parameters(x: Tensor, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]
     return alpha.exp(), (beta.exp() + 1e-9).reciprocal()
 
 
-def _has_kernel(x: Tensor) -> bool:
+def has_kernel(x: Tensor) -> bool:
+    """Whether Triton computes it; float64 and everything off a GPU is left to torch."""
     return x.is_cuda and x.dtype != torch.float64 and find_spec("triton") is not None
