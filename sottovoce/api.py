@@ -28,10 +28,12 @@ from sottovoce.engine.audio import MAX_CHUNK_FRAMES, AudioStage
 from sottovoce.engine.driver import Driver
 from sottovoce.engine.engine import Engine
 from sottovoce.engine.request import Capacity
+from sottovoce.formats import Formats, describe, parse_formats
 from sottovoce.kernels import select
 from sottovoce.memory.probe import dtype_name, pick_device, release_cached
 from sottovoce.model.prompt import build_prompt
 from sottovoce.model.weights import load_codec, load_network
+from sottovoce.quant.convert import formats_of
 from sottovoce.text.language import resolve_language
 from sottovoce.text.segment import budget_frames, is_speakable, split_text
 from sottovoce.text.tokenizer import TextTokenizer
@@ -68,12 +70,20 @@ class TTS:
     sample_rate = SAMPLE_RATE
 
     def __init__(
-        self, folder: Path, *, device: torch.device, dtype: torch.dtype, max_rows: int, is_hub: bool, notice: Notice
+        self,
+        folder: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        weights: Formats,
+        max_rows: int,
+        is_hub: bool,
+        notice: Notice,
     ) -> None:
         self.folder, self.device, self.dtype = folder, device, dtype
         self._tokenizer = TextTokenizer.from_folder(folder, is_hub_snapshot=is_hub)
         parts = ("talker", "predictor", "text_embedding")
-        network = load_network(folder, device=device, dtype=dtype, parts=parts)
+        network = load_network(folder, device=device, dtype=dtype, parts=parts, weights=weights)
         self.config = network.config
         self._codec = Codec(folder, device=device)
         self._voices = Voices(folder, self.config, self._codec, device, notice)
@@ -94,6 +104,7 @@ class TTS:
         self.backends: Mapping[str, str] = {
             "device": str(device),
             "dtype": dtype_name(dtype),
+            "weights": describe(formats_of(network)),
             "codec": dtype_name(codec_dtype),
             "kernels": driver.engine.runner.model.backend,
         }
@@ -107,6 +118,7 @@ class TTS:
         offline: bool | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        weights: str | Mapping[str, str] | None = None,
         max_rows: int | None = None,
         on_notice: Notice | None = None,
         **unknown: Any,
@@ -119,6 +131,9 @@ class TTS:
             offline: never touch the network; None follows the environment.
             device: "cuda", "cuda:1", "cpu"; None takes a GPU if there is one.
             dtype: "bfloat16", "float16", "float32"; None takes what suits the device.
+            weights: "int8", "int4" (talker; its predictor stays at int8), "fp8", or formats by part as
+                {"talker": "int4", "predictor": "int4"}: products inside the layers are quantized while they are read.
+                None keeps them as the checkpoint has them, and so has a quantized checkpoint.
             max_rows: how many requests run at the same time, more wait; None is 8 on a CPU and 16 on a GPU.
             on_notice: is given one-line notices, such as which model or voice was chosen; None prints to stderr.
 
@@ -127,7 +142,8 @@ class TTS:
             InputError: an option that does not exist or cannot be used; `field` names it.
             CheckpointError: files that are incomplete or do not fit each other.
         """
-        reject_unknown("option", unknown, (*LOAD_OPTIONS, "max_rows", "on_notice"))
+        reject_unknown("option", unknown, (*LOAD_OPTIONS, "weights", "max_rows", "on_notice"))
+        formats = parse_formats(weights)
         chosen = pick_device(device)
         chosen_dtype = as_dtype(dtype, chosen)
         rows = (8 if chosen.type == "cpu" else 16) if max_rows is None else max_rows
@@ -138,7 +154,9 @@ class TTS:
             notice("no model named: using the bundled demo model (random values: sound, not words)")
         folder = hub.resolve(model, revision=revision, offline=offline)
         is_hub = model is not None and folder != Path(model).expanduser()
-        return cls(folder, device=chosen, dtype=chosen_dtype, max_rows=rows, is_hub=is_hub, notice=notice)
+        return cls(
+            folder, device=chosen, dtype=chosen_dtype, weights=formats, max_rows=rows, is_hub=is_hub, notice=notice
+        )
 
     @property
     def kind(self) -> str:

@@ -91,7 +91,7 @@ def stored(name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
 
 def stored_bytes(name: str, shape: Shape) -> int:
     """Bytes of a matrix [N, K] in format `name`."""
-    return sum((4 if dtype == "F32" else 1) * prod(stored_shape) for dtype, stored_shape in stored(name, shape).values())
+    return sum((4 if dtype == "F32" else 1) * prod(size) for dtype, size in stored(name, shape).values())
 
 
 def expand(tensors: Mapping[str, Shape], formats: Formats) -> dict[str, Shape]:
@@ -102,7 +102,7 @@ def expand(tensors: Mapping[str, Shape], formats: Formats) -> dict[str, Shape]:
         if name is None:
             entries[official] = shape
         else:
-            entries |= {f"{official}.{suffix}": stored_shape for suffix, (_, stored_shape) in stored(name, shape).items()}
+            entries |= {f"{official}.{suffix}": size for suffix, (_, size) in stored(name, shape).items()}
     return entries
 
 
@@ -123,14 +123,14 @@ def from_config(config: Mapping[str, Any] | None) -> dict[str, str]:
         return {}
     if config.get("quant_method") != METHOD:
         raise CheckpointError(
-            f"config.json: quantization_config is of method {config.get('quant_method')!r}, which is not read here; take "
-            "the original checkpoint and load it with weights='int8' or 'int4'"
+            f"config.json: quantization_config has the method {config.get('quant_method')!r}, which is not read here; "
+            "take the original checkpoint and load it with weights='int8' or 'int4'"
         )
     formats, known = config.get("formats"), {"version": VERSION, "group_size": GROUP}
     is_known = isinstance(formats, Mapping) and {*formats} <= {*PARTS} and {*formats.values()} <= {*FORMATS}
     if not is_known or any(config.get(key) != value for key, value in known.items()):
         raise CheckpointError(
-            "config.json: quantization_config was written by another version of this package; update it, or quantize again"
+            "config.json: quantization_config is of another version of this package; update it, or quantize again"
         )
     return dict(formats)
 

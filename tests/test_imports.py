@@ -14,7 +14,7 @@ import sottovoce
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "rich", "soundfile")
 WITHOUT_TORCH = """
-    sottovoce sottovoce.types sottovoce.config sottovoce.manifest sottovoce.hub sottovoce.tensorfile
+    sottovoce sottovoce.types sottovoce.config sottovoce.formats sottovoce.manifest sottovoce.hub sottovoce.tensorfile
     sottovoce.random_checkpoint sottovoce.text.tokenizer sottovoce.text.segment sottovoce.text.language
     sottovoce.audio.io sottovoce.audio.encode sottovoce.audio.join sottovoce.audio.resample
     sottovoce.memory.cards sottovoce.memory.footprint sottovoce.memory.plan

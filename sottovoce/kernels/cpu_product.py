@@ -2,7 +2,8 @@
 
 Such a product takes as long as its matrix takes to arrive, and that from where caches end. So a matrix of some size
 whose values fit into half precision, as those of published checkpoints do (they are bfloat16), is kept in it beside
-the original, and widened on the way into the registers; the arithmetic stays float32. Knows no network.
+the original, and widened on the way into the registers; the arithmetic stays float32. So is a quantized matrix, as
+whole numbers, where that costs little memory (`cpu_quant` does the others). Knows no network.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sottovoce.kernels.cpu_quant import quant_product
+from sottovoce.kernels.quantized import QuantWeight, dequantize
+
 Array = NDArray[np.float32]
 
 # OpenBLAS, numpy's usual library of products, hands larger ones to a pool of threads beside torch's, one for each core
@@ -27,15 +31,21 @@ HALF_ERROR = 2.0**-25  # what half precision changes in numbers below 2**-14; la
 
 
 def product(
-    weight: Tensor, x: Array, out: Array, norm: Tensor | None = None, *, max_half_size: int
+    weight: Tensor | QuantWeight, x: Array, out: Array, norm: Tensor | None = None, *, max_half_size: int
 ) -> Callable[[], object]:
     """Something to call that does out [N] = weight [N, K] @ (norm [K] * x [K]), always with the same order of sums.
 
     `max_half_size`: of matrices with more numbers there is no copy in half precision.
     """
     num_rows, width = weight.shape
-    weight = weight.detach()
     make_half = _half_product()
+    if isinstance(weight, QuantWeight):
+        if weight.numel() >= MIN_HALF_SIZE:
+            has_copy = make_half is not None and weight.numel() <= max_half_size
+            make_whole = partial(_scaled_rows, make_half) if has_copy else quant_product
+            return _scaled(norm, x, lambda x: make_whole(weight, x, out))
+        weight = dequantize(weight)
+    weight = weight.detach()
     if make_half is not None and MIN_HALF_SIZE <= weight.numel() <= max_half_size and _fits_half(weight):
         return _scaled(norm, x, lambda x: make_half(weight, x, out))
     block = next((n for n in range(min(UNTHREADED_SIZE // width, num_rows), 7, -1) if num_rows % n == 0), None)
@@ -60,6 +70,17 @@ def _scaled(norm: Tensor | None, x: Array, make: Callable[[Array], Callable[[], 
     def run() -> None:
         np.multiply(x, weight, scaled)
         multiply()
+
+    return run
+
+
+def _scaled_rows(make_half: Callable, weight: QuantWeight, x: Array, out: Array) -> Callable[[], object]:
+    """A product of whole numbers, which half precision holds exactly, and the scales of rows after it."""
+    multiply, scales = make_half(weight.whole_numbers(torch.float32), x, out), weight.scales.numpy()
+
+    def run() -> None:
+        multiply()
+        np.multiply(out, scales, out)
 
     return run
 
