@@ -229,14 +229,18 @@ class CodecDecoder(nn.Module):
 
     def latents(self, codes: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """The cheap half: codes [B, K, T] -> [B, D, T * upsampling] (50 Hz). Tails of the stack are passed through."""
+        return self.latents_of(self.quantizer(codes), state)
+
+    def latents_of(self, vectors: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """`latents` from what the quantizer makes of the codes, [B, D, T]."""
         tails = Tails(state.tails)
-        x = self.pre_conv(self.quantizer(codes), tails)
+        x = self.pre_conv(vectors, tails)
         x, keys, values = self.pre_transformer(x.transpose(1, 2), state)
         x = x.transpose(1, 2)
         for up, block in self.upsample:
             x = block(up(x, tails), tails)
         rest = state.tails[self.num_latent_tails :]
-        return x, DecoderState(state.position + codes.shape[-1], keys, values, tails.new + rest)
+        return x, DecoderState(state.position + vectors.shape[-1], keys, values, tails.new + rest)
 
     def waveform(self, latents: Tensor, tails: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The dear half, convolutions only: latents [B, D, T] -> samples [B, T * rates], not clamped, and next tails.
