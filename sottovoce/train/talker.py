@@ -1,0 +1,151 @@
+"""The talker's losses: talker and predictor in one module whose `forward` returns all of them.
+
+Cross-entropy of codebook 0 with the end of speech, and of codebooks 1 to 15, summed over a batch. Where labels stand is
+decided in `batches`; the predictor reads the hidden state of the position before its frame, after the final norm, as in
+generation. Knows neither data sets nor optimizers.
+
+What costs memory is kept small: a layer's inner tensors are recomputed in the backward pass, and so are the predictor,
+a few frames at a time (each frame is a sequence of 16), and all logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from sottovoce.model.layers import rope_tables
+from sottovoce.model.network import Network
+from sottovoce.train.batches import TalkerBatch
+
+PREDICTOR_WEIGHT = 0.3  # of the mean loss of codebooks 1 to 15 beside that of codebook 0
+EMBED_FRAMES = 512  # frames whose 16 embeddings lie in memory at once
+LOGIT_ROWS = 2048  # positions whose logits do
+
+
+class TalkerTask(nn.Module):
+    """
+    Args:
+        network: with talker, predictor and text embedding.
+        predictor_weight: of codebooks 1 to 15 together, see `PREDICTOR_WEIGHT`.
+        chunk_frames: frames that the predictor works on at once: memory against launches, the same gradients.
+        predictor_share: train the predictor on a random share of the frames, scaled up: right on average, cheaper.
+        is_recomputed: False keeps everything for the backward pass.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        *,
+        predictor_weight: float = PREDICTOR_WEIGHT,
+        chunk_frames: int = 128,
+        predictor_share: float = 1.0,
+        is_recomputed: bool = True,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.chunk_frames, self.predictor_share, self.is_recomputed = chunk_frames, predictor_share, is_recomputed
+        self.num_codebooks = network.config.talker.num_code_groups
+        rest = predictor_weight / (self.num_codebooks - 1)
+        self.loss_weights = {f"codebook_{k}": rest if k else 1.0 for k in range(self.num_codebooks)}
+
+    def counts(self, batch: TalkerBatch) -> dict[str, float]:
+        """Codes behind each sum of `forward`; the end of speech counts as a code of codebook 0."""
+        counts = {name: float(batch.num_frames) for name in self.loss_weights}
+        counts["codebook_0"] = float(len(batch.first_at))
+        if not self.training:
+            counts["next_1"] = counts["next_2"] = float(batch.num_frames - len(batch.examples))
+        return counts
+
+    def forward(self, batch: TalkerBatch) -> dict[str, Tensor]:
+        """Sums of cross-entropy, "codebook_0" to "codebook_15".
+
+        In validation also "next_1" and "next_2": of codebook 0 against the code that is right and the one after it,
+        over frames that have one after them. A talker for which the second is the smaller speaks too fast: it was
+        trained one frame off.
+        """
+        hidden = self.hidden(batch)
+        at_first = hidden.index_select(0, batch.first_at)
+        first = torch.zeros((), device=hidden.device)
+        for states, labels in _pieces(LOGIT_ROWS, at_first, batch.first_labels):
+            first = first + self._recomputed(self._first_loss, states, labels)
+        losses = {"codebook_0": first}
+        if not self.training:
+            losses |= self._alarm(at_first, batch)
+        at, codes, factor = batch.rest_at, batch.rest_codes, 1.0
+        if self.training and self.predictor_share < 1:
+            kept = torch.randperm(len(at), device=at.device)[: math.ceil(self.predictor_share * len(at))]
+            at, codes, factor = at[kept], codes[kept], len(at) / len(kept)
+        rest = torch.zeros(self.num_codebooks - 1, device=hidden.device)
+        for states, labels in _pieces(self.chunk_frames, hidden.index_select(0, at), codes):
+            rest = rest + self._recomputed(self._rest_loss, states, labels)
+        return losses | {f"codebook_{k + 1}": value * factor for k, value in enumerate(rest.unbind())}
+
+    def logits(self, batch: TalkerBatch) -> tuple[Tensor, Tensor]:
+        """What the losses are taken of: codebook 0 [F + B, V] at `first_at`, the others [F, K - 1, Vp] at `rest_at`."""
+        hidden = self.hidden(batch)
+        return self.network.talker.logits(hidden[batch.first_at]), self._rest_logits(
+            hidden[batch.rest_at], batch.rest_codes
+        )
+
+    def hidden(self, batch: TalkerBatch) -> Tensor:
+        """The talker's states after its final norm, at all positions [B * T, D]."""
+        talker = self.network.talker
+        num_rows, num_positions = batch.text_at.shape
+        text = talker.embed_text(batch.text_ids)  # [U, D]
+        x = F.embedding(batch.text_at.view(-1), text)
+        x = x.index_add(0, batch.control_at, talker.codec_embedding(batch.control_ids))
+        if len(batch.frame_at):
+            frames = [self.network.frame_embedding(codes) for codes in batch.frame_codes.split(EMBED_FRAMES)]
+            x = x.index_add(0, batch.frame_at, torch.cat(frames))
+        if len(batch.vector_at):
+            x = x.index_add(0, batch.vector_at, batch.vectors.to(x.dtype))
+        x = x.view(num_rows, num_positions, -1)
+        positions = torch.arange(num_positions, device=x.device).expand(num_rows, -1)
+        rope = rope_tables(positions, talker.decoder.frequencies, x.dtype)
+        for layer in talker.decoder.layers:  # padding stands at the end, where a causal mask hides it
+            x = self._recomputed(layer, x, rope, None, None, True)
+        return talker.decoder.norm(x).flatten(0, 1)
+
+    def _first_loss(self, states: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.network.talker.logits(states), labels, reduction="sum")
+
+    def _rest_loss(self, states: Tensor, codes: Tensor) -> Tensor:
+        """Sums of codebooks 1 to 15, [K - 1], for frames of `codes` [C, K] that are said from `states` [C, D]."""
+        logits, labels = self._rest_logits(states, codes), codes[:, 1:]
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.view(labels.shape).sum(0)
+
+    def _rest_logits(self, states: Tensor, codes: Tensor) -> Tensor:
+        talker, predictor = self.network.talker, self.network.predictor
+        within = [states, talker.codec_embedding(codes[:, 0])]
+        within += [predictor.embed(codes[:, k], k) for k in range(1, self.num_codebooks - 1)]
+        return predictor(torch.stack(within, dim=1))
+
+    def _alarm(self, states: Tensor, batch: TalkerBatch) -> dict[str, Tensor]:
+        labels = batch.first_labels
+        has_next = (labels != batch.end_code).roll(-1) & (labels != batch.end_code)
+        has_next[-1] = False
+        states, right, next_one = states[has_next], labels[has_next], labels.roll(-1)[has_next]
+        pieces = list(_pieces(LOGIT_ROWS, states, right, next_one))
+        return {
+            f"next_{ahead}": sum(
+                (self._first_loss(piece[0], piece[ahead]) for piece in pieces), torch.zeros((), device=states.device)
+            )
+            for ahead in (1, 2)
+        }
+
+    def _recomputed(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        if not (self.is_recomputed and torch.is_grad_enabled()):
+            return function(*args)
+        # Nothing in the model draws random numbers.
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _pieces(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
