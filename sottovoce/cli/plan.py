@@ -14,7 +14,6 @@ from sottovoce.cli.options import Device, Dtype, Json, Model, flag
 
 if TYPE_CHECKING:
     from sottovoce.config import CodecConfig, ModelConfig
-    from sottovoce.memory.plan import Plan
 
 
 def plan(
@@ -59,34 +58,11 @@ def plan(
     if json_:
         typer.echo(json.dumps({"model": name} | decided.as_dict(), indent=2))
     else:
+        from sottovoce.memory.describe import describe
+
         typer.echo(describe(decided, name))
     if not decided.is_feasible:
         raise typer.Exit(1)
-
-
-def describe(plan: Plan, name: str) -> str:
-    """A plan for people."""
-    from sottovoce.memory.plan import gigabytes
-
-    layout, reasons = plan.layout, plan.reasons
-    if plan.is_feasible:
-        verdict = f"fits: {gigabytes(plan.total_bytes)} of {gigabytes(plan.memory_bytes)}"
-    else:
-        verdict = f"does not fit: it takes {gigabytes(plan.needed_bytes)} of {gigabytes(plan.memory_bytes)}"
-    decisions = {
-        "memory": gigabytes(plan.memory_bytes), "dtype": layout.dtype, "profile": plan.profile,
-        "rows": str(layout.max_rows), "request": f"{layout.max_positions} positions",
-    }  # fmt: skip
-    lines = [f"{name} on {plan.card.name}, task {plan.task}: {verdict}", ""]
-    lines += [f"  {key:<17} {value:<15}  {reasons[key]}" for key, value in decisions.items()]
-    lines += [""]
-    for mark, parts in ((" ", plan.parts), ("!", plan.missing)):
-        lines += [f"{mark} {part:<17} {size / 1e6:>12,.1f} MB  {reasons[part]}" for part, size in parts.items() if size]
-    lines += [f"  {'total':<17} {plan.needed_bytes / 1e6:>12,.1f} MB"]
-    if plan.missing:
-        lines += ["", "! is what does not fit. What would make it fit:"]
-        lines += [f"  -> {advice.text}" for advice in plan.advice] or ["  -> nothing that is known"]
-    return "\n".join(lines)
 
 
 def _configs(model: str | None) -> tuple[ModelConfig, CodecConfig, str]:

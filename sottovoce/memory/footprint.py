@@ -7,16 +7,19 @@ what libraries and the driver keep. Knows what the engine allocates, not how muc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 
 from sottovoce.config import CodecConfig, CodecDecoderConfig, ModelConfig
+from sottovoce.formats import FORMATS, part_of, stored_bytes
 from sottovoce.manifest import codec_tensors, model_tensors
 
-# Bytes a weight, by the name of its format.
-FORMAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Bytes a number, by the name of its type.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+KV_FP8 = "float8_e4m3fn"
 
 GIB = 1 << 30
 CONTEXT_BYTES = GIB // 2  # CUDA context and loaded kernels (estimate); outside of what the allocator reports
@@ -58,16 +61,19 @@ WEIGHT_PARTS = (
     "talker", "talker_tables", "predictor", "predictor_tables", "text_embedding", "text_projection", "speaker_encoder"
 )  # fmt: skip
 
+WeightShapes = Mapping[str, tuple[int, Mapping[tuple[int, ...], int]]]
+
 
 @dataclass(frozen=True)
 class Layout:
     """Everything decided that costs bytes.
 
     Args:
-        dtype: of activations, keys and values, and of tables made while loading.
+        dtype: of activations, and of tables made while loading.
         codec_dtype: of the codec's decoder. Its encoder is always float32.
+        kv_dtype: of keys and values.
         formats: weight format of each of `WEIGHT_PARTS`.
-        places: where each of `WEIGHT_PARTS` lives; only those on the "device" count.
+        places: where each of `WEIGHT_PARTS` and the "codec" lives; only what is on the "device" counts.
         max_rows: requests at a time.
         num_pages, page_tokens: pool of pages for keys and values.
         max_positions: prompt and speech of one request together, at most.
@@ -78,6 +84,7 @@ class Layout:
 
     dtype: str
     codec_dtype: str
+    kv_dtype: str
     formats: Mapping[str, str]
     places: Mapping[str, str]
     max_rows: int
@@ -87,6 +94,10 @@ class Layout:
     buckets: tuple[int, ...]
     capability: tuple[int, int] | None
     has_triton: bool = True
+
+    def is_here(self, part: str) -> bool:
+        """Whether a part is on the device that is planned for."""
+        return self.places[part] == "device"
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -108,34 +119,45 @@ def has_step_kernels(capability: tuple[int, int] | None, has_triton: bool) -> bo
     return capability is not None and has_triton and capability >= (8, 0)
 
 
-def footprint(config: ModelConfig, codec: CodecConfig, layout: Layout) -> dict[str, int]:
-    """Device bytes of each part of a loaded model that speaks, in the order of need. They add up to the peak."""
+def footprint(
+    config: ModelConfig, codec: CodecConfig, layout: Layout, shapes: WeightShapes | None = None
+) -> dict[str, int]:
+    """Device bytes of each part of a loaded model that speaks, in the order of need. They add up to the peak.
+
+    `shapes` of the config can be given where many layouts are tried.
+    """
     is_cpu, clones = layout.capability is None, config.speaker is not None
     is_fast = layout.has_codec_kernels(codec.decoder)
-    weights = weight_bytes(config, layout.formats)
+    weights, has_codec = (
+        weight_bytes(shapes or weight_shapes(config), layout.formats, layout.dtype),
+        layout.is_here("codec"),
+    )
     parts = {"context": PROCESS_BYTES if is_cpu else CONTEXT_BYTES}
-    parts |= {part: weights[part] for part in WEIGHT_PARTS if part in weights and layout.places[part] == "device"}
+    parts |= {part: weights[part] for part in WEIGHT_PARTS if part in weights and layout.is_here(part)}
     parts["folded_tables"] = folded_table_bytes(config, layout.dtype) + rope_bytes(
         config, layout.max_positions, layout.dtype
     )
-    parts["codec_decoder"] = codec_decoder_bytes(codec, layout.codec_dtype, is_fast=is_fast)
-    if clones:
-        parts["codec_encoder"] = codec_encoder_bytes(codec)
-    parts["kv_pages"] = kv_bytes(config, layout.num_pages, layout.page_tokens, layout.dtype)
+    if has_codec:
+        parts["codec_decoder"] = codec_decoder_bytes(codec, layout.codec_dtype, is_fast=is_fast)
+        if clones:
+            parts["codec_encoder"] = codec_encoder_bytes(codec)
+    parts["kv_pages"] = kv_bytes(config, layout.num_pages, layout.page_tokens, layout.kv_dtype)
     max_pages = -(-layout.max_positions // layout.page_tokens)
     parts["slots"] = slot_table_bytes(config, layout.max_rows, max_pages, layout.dtype)
     parts["prompts"] = prompt_bytes(config, layout.max_rows, layout.dtype)
-    states = layout.max_rows + (CACHED_VOICES if clones else 0)
-    parts["codec_state"] = codec_state_bytes(codec.decoder, states, layout.codec_dtype, is_fast=is_fast)
-    step, chunk = step_bytes(config, layout), chunk_bytes(codec.decoder, layout)
-    parts["workspace"] = step + chunk + (encode_bytes(codec) if clones else 0)
+    step, chunk = step_bytes(config, layout), 0
+    encode = encode_bytes(codec) if clones and has_codec else 0
+    if has_codec:
+        states = layout.max_rows + (CACHED_VOICES if clones else 0)
+        parts["codec_state"] = codec_state_bytes(codec.decoder, states, layout.codec_dtype, is_fast=is_fast)
+        chunk = chunk_bytes(codec.decoder, layout)
+    parts["workspace"] = step + chunk + encode
     if not is_cpu:
         parts["workspace"] += NUM_STREAMS * CUBLAS_BYTES[layout.capability >= (9, 0)]
         parts["graphs"] = step + chunk + graph_bytes(codec.decoder, layout)
-    # Weights, decoder and its state are there before the rest, whose room the loading of the decoder may use.
-    later = ("folded_tables", "speaker_encoder", "codec_encoder", "kv_pages", "slots", "prompts", "workspace", "graphs")
-    room = parts["codec_decoder"] + sum(parts.get(part, 0) for part in later)
-    parts["loading"] = max(0, loading_bytes(codec, layout.codec_dtype, is_fast=is_fast) - room)
+    if has_codec:  # it is loaded first, in the room of all that comes after it
+        room = sum(parts.values()) - parts["context"] - parts["codec_state"]
+        parts["loading"] = max(0, loading_bytes(codec, layout.codec_dtype, is_fast=is_fast) - room)
     if not is_cpu:
         parts["allocator"] = int(ALLOCATOR_SHARE * (sum(parts.values()) - parts["context"]))
     return parts
@@ -144,13 +166,32 @@ def footprint(config: ModelConfig, codec: CodecConfig, layout: Layout) -> dict[s
 # -- weights: exact ----------------------------------------------------------------------------------------------------
 
 
-def weight_bytes(config: ModelConfig, formats: Mapping[str, str]) -> dict[str, int]:
-    """Bytes of each of `WEIGHT_PARTS` that the model has, in the format named for it."""
-    total: dict[str, int] = {}
+def weight_shapes(config: ModelConfig) -> WeightShapes:
+    """What each of `WEIGHT_PARTS` that the model has is made of: (elements that no format changes, matrices that one
+    may, by their shapes)."""
+    plain: Counter[str] = Counter()
+    matrices: dict[str, Counter[tuple[int, ...]]] = {}
     for name, shape in model_tensors(config).items():
         part = next(part for prefix, part in _PREFIXES if name.startswith(prefix))
-        total[part] = total.get(part, 0) + prod(shape)
-    return {part: elements * FORMAT_BYTES[formats[part]] for part, elements in total.items()}
+        if part_of(name) is None:
+            plain[part] += prod(shape)
+        else:
+            matrices.setdefault(part, Counter())[shape] += 1
+    return {part: (plain[part], matrices.get(part, Counter())) for part in (*plain,)}
+
+
+def weight_bytes(shapes: WeightShapes, formats: Mapping[str, str], dtype: str = "bfloat16") -> dict[str, int]:
+    """Bytes of each part in the format named for it: a dtype, or one of `formats.FORMATS`, beside which everything that
+    it does not change stays in `dtype`."""
+    total = {}
+    for part, (plain, matrices) in shapes.items():
+        name = formats[part]
+        if name in FORMATS:
+            quantized = sum(count * stored_bytes(name, shape) for shape, count in matrices.items())
+            total[part] = plain * DTYPE_BYTES[dtype] + quantized
+        else:
+            total[part] = DTYPE_BYTES[name] * (plain + sum(prod(shape) * n for shape, n in matrices.items()))
+    return total
 
 
 def folded_table_bytes(config: ModelConfig, dtype: str) -> int:
@@ -160,20 +201,20 @@ def folded_table_bytes(config: ModelConfig, dtype: str) -> int:
     if talker.hidden_size == predictor.hidden_size:
         return 0
     rows = talker.vocab_size + (predictor.num_code_groups - 1) * predictor.vocab_size
-    return rows * predictor.hidden_size * FORMAT_BYTES[dtype]
+    return rows * predictor.hidden_size * DTYPE_BYTES[dtype]
 
 
 def rope_bytes(config: ModelConfig, max_positions: int, dtype: str) -> int:
     """Tables of cosines and sines, the padding row and the banned codes, as `engine.step.StepModel` keeps them."""
     talker, predictor = config.talker, config.predictor
     numbers = 2 * (max_positions * talker.head_dim + predictor.num_code_groups * predictor.head_dim)
-    return (numbers + talker.hidden_size) * FORMAT_BYTES[dtype] + talker.vocab_size
+    return (numbers + talker.hidden_size) * DTYPE_BYTES[dtype] + talker.vocab_size
 
 
 def codec_decoder_bytes(codec: CodecConfig, dtype: str, *, is_fast: bool) -> int:
     """Codes to samples, with vectors instead of statistics. `is_fast`: with layers multiplied out, as
     `codec.fast.FastDecoder` keeps it; else the plain network."""
-    size, table = FORMAT_BYTES[dtype], _table_elements(codec.decoder)
+    size, table = DTYPE_BYTES[dtype], _table_elements(codec.decoder)
     if not is_fast:
         return size * (table + sum(_plain_decoder(codec)))
     matrices, vectors = _fast_decoder(codec.decoder)
@@ -191,7 +232,7 @@ def codec_encoder_bytes(codec: CodecConfig) -> int:
         book = name.partition("acoustic_residual_vector_quantizer.layers.")[2].partition(".")[0]
         if not book or int(book) < last_used:
             kept += prod(shape)
-    return FORMAT_BYTES["float32"] * kept
+    return DTYPE_BYTES["float32"] * kept
 
 
 def _table_elements(config: CodecDecoderConfig) -> int:
@@ -236,7 +277,7 @@ def _fast_decoder(config: CodecDecoderConfig) -> tuple[int, int]:
 def kv_token_bytes(config: ModelConfig, dtype: str) -> int:
     """Keys and values of one position."""
     talker = config.talker
-    return 2 * talker.num_hidden_layers * talker.num_key_value_heads * talker.head_dim * FORMAT_BYTES[dtype]
+    return 2 * talker.num_hidden_layers * talker.num_key_value_heads * talker.head_dim * DTYPE_BYTES[dtype]
 
 
 def kv_bytes(config: ModelConfig, num_pages: int, page_tokens: int, dtype: str) -> int:
@@ -248,19 +289,19 @@ def slot_table_bytes(config: ModelConfig, max_rows: int, max_pages: int, dtype: 
     """`engine.tables.SlotTables`: numbers, codes seen, page table, next input and a ring of text rows for each slot."""
     talker = config.talker
     numbers = 3 * 8 + 6 * 4 + 5 * 4 + talker.vocab_size + 4 * max_pages
-    return (max_rows + 1) * (numbers + (1 + TEXT_RING_ROWS) * talker.hidden_size * FORMAT_BYTES[dtype])
+    return (max_rows + 1) * (numbers + (1 + TEXT_RING_ROWS) * talker.hidden_size * DTYPE_BYTES[dtype])
 
 
 def prompt_bytes(config: ModelConfig, max_rows: int, dtype: str) -> int:
     """Estimate: input rows of the requests under way, twice as many as speak at a time."""
-    return 2 * max_rows * PROMPT_ROWS[config.kind == "base"] * config.talker.hidden_size * FORMAT_BYTES[dtype]
+    return 2 * max_rows * PROMPT_ROWS[config.kind == "base"] * config.talker.hidden_size * DTYPE_BYTES[dtype]
 
 
 def codec_state_bytes(config: CodecDecoderConfig, max_slots: int, dtype: str, *, is_fast: bool) -> int:
     """What the decoder carries from chunk to chunk for `max_slots` streams and a scratch one."""
     steps = config.sliding_window - 1 + (CODEC_RING_FRAMES if is_fast else 0)
     kv = 2 * config.num_hidden_layers * config.num_key_value_heads * steps * config.head_dim
-    return (max_slots + 1) * ((kv + _tail_elements(config)) * FORMAT_BYTES[dtype] + 8 + 1)
+    return (max_slots + 1) * ((kv + _tail_elements(config)) * DTYPE_BYTES[dtype] + 8 + 1)
 
 
 def _tail_elements(config: CodecDecoderConfig) -> int:
@@ -278,7 +319,7 @@ def _tail_elements(config: CodecDecoderConfig) -> int:
 
 def step_bytes(config: ModelConfig, layout: Layout) -> int:
     """Estimate: the most that is alive within a talker step, be it a full batch or a block of prompt rows."""
-    talker, predictor, size = config.talker, config.predictor, FORMAT_BYTES[layout.dtype]
+    talker, predictor, size = config.talker, config.predictor, DTYPE_BYTES[layout.dtype]
     rows, heads, head = max(layout.max_rows, PREFILL_BLOCKS[-1]), talker.num_attention_heads, talker.head_dim
     keys, positions = talker.num_key_value_heads * head, layout.max_positions
     if has_step_kernels(
@@ -297,7 +338,7 @@ def step_bytes(config: ModelConfig, layout: Layout) -> int:
 
 def chunk_bytes(config: CodecDecoderConfig, layout: Layout) -> int:
     """Estimate: the most that is alive within a codec chunk of a full batch."""
-    size, is_fast = FORMAT_BYTES[layout.codec_dtype], layout.has_codec_kernels(config)
+    size, is_fast = DTYPE_BYTES[layout.codec_dtype], layout.has_codec_kernels(config)
     streams = 1 if layout.capability is None else _codec_sizes(layout)[-1]
     frames = streams * CODEC_CHUNK_FRAMES
     if is_fast:
@@ -318,7 +359,7 @@ def encode_bytes(codec: CodecConfig) -> int:
 
 def graph_bytes(config: CodecDecoderConfig, layout: Layout) -> int:
     """Estimate: what captured graphs take beyond the workspace they keep: results of each, nodes, rounding."""
-    sizes = _codec_sizes(layout)
+    sizes = _codec_sizes(layout) if layout.is_here("codec") else ()
     samples = sum(sizes) * (sum(CODEC_CHUNKS) * config.frame_samples + len(CODEC_CHUNKS))
     num_graphs = len(layout.batches) + len(PREFILL_BLOCKS) + len(sizes) * len(CODEC_CHUNKS)
     return 4 * samples + num_graphs * GRAPH_BYTES
@@ -328,7 +369,7 @@ def loading_bytes(codec: CodecConfig, dtype: str, *, is_fast: bool) -> int:
     """Estimate: the most that is alive while the codec's decoder is loaded: the file's float32 with the codebooks three
     times, then the network beside the multiplied one with two float64 copies of its largest weight."""
     plain = _plain_decoder(codec)
-    at_first = FORMAT_BYTES["float32"] * (sum(plain) + 3 * _table_elements(codec.decoder))
+    at_first = DTYPE_BYTES["float32"] * (sum(plain) + 3 * _table_elements(codec.decoder))
     both = codec_decoder_bytes(codec, dtype, is_fast=False) + codec_decoder_bytes(codec, dtype, is_fast=True)
     return max(at_first, both + 2 * 8 * max(plain)) if is_fast else at_first
 

@@ -1,31 +1,25 @@
 """From a budget of bytes to a plan: every choice that costs memory, with its reason and its bytes.
 
-One dial. Rules decide in order: what may be used, which precision, where weights live, how many requests at a time and
-how long they may be, which graphs. Only what the code can do is offered. Knows no torch and looks at no device; what
-bytes things take is `footprint`'s business.
+One dial. This file has what can be asked and what is answered; `choices` has the rules, `footprint` the bytes. Knows no
+torch and looks at no device.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from sottovoce.config import PUBLISHED, CodecConfig, ModelConfig
-from sottovoce.memory.cards import CARDS, CPU, Card, find_card
-from sottovoce.memory.footprint import (
-    FORMAT_BYTES,
-    WEIGHT_PARTS,
-    Layout,
-    footprint,
-    has_step_kernels,
-    kv_token_bytes,
-)
-from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE, InputError, reject_unknown
+from sottovoce.config import CodecConfig, ModelConfig
+from sottovoce.formats import Formats, agree, from_config, parse_formats
+from sottovoce.memory.cards import Card, find_card
+from sottovoce.memory.footprint import KV_FP8, Layout
+from sottovoce.types import InputError, reject_unknown
 
+DTYPES = ("float32", "bfloat16", "float16")
+KV_FORMATS = {"full": None, "fp8": KV_FP8}
+PLACES = ("device", "host", "mapped", "cpu")
 PAGE_TOKENS = 16
 MIN_TOKENS = 1024  # the longest piece a text is cut into, its prompt, and a minute of speech to spare
 GROWTH_TOKENS = 1024  # by which one request's share grows, once there are rows enough
@@ -54,6 +48,7 @@ class Task:
 
     profile: str
     max_rows: int
+    least_rows: int  # what it should have before better weights are thought of
     reason: str
 
 
@@ -68,10 +63,10 @@ PROFILES = {
     ),
 }  # fmt: skip
 TASKS = {
-    "say": Task("realtime", 8, "one text now; pieces of a long one go side by side"),
-    "serve": Task("realtime", 64, "as many listeners as there are"),
-    "batch": Task("batch", 64, "a list of texts, none of them urgent"),
-    "longform": Task("longform", 16, "the pieces of one long text"),
+    "say": Task("realtime", 16, 1, "one text now; pieces of a long one go side by side"),
+    "serve": Task("realtime", 64, 4, "as many listeners as there are"),
+    "batch": Task("batch", 64, 4, "a list of texts, none of them urgent"),
+    "longform": Task("longform", 16, 2, "the pieces of one long text"),
 }
 
 
@@ -93,9 +88,11 @@ class Plan:
         card: what it is for.
         task, profile: what for, and how memory is shared.
         memory_bytes: what may be used, the context of the device included.
+        weights: the weight formats in words, as `formats.describe` has them.
         layout: the decisions themselves.
         parts: bytes of each part that fits, in the order of need. They never add up to more than `memory_bytes`.
         missing: bytes of the parts that do not fit. A plan without any is feasible.
+        elsewhere: bytes of the parts that lie in other memory; they do not count.
         reasons: of every decision and every part.
         advice: what would make it fit. Empty if it does.
     """
@@ -105,9 +102,11 @@ class Plan:
     task: str
     profile: str
     memory_bytes: int
+    weights: str
     layout: Layout
     parts: Mapping[str, int]
     missing: Mapping[str, int]
+    elsewhere: Mapping[str, int]
     reasons: Mapping[str, str]
     advice: tuple[Advice, ...] = field(default=())
 
@@ -131,6 +130,23 @@ class Plan:
         return asdict(self) | sums
 
 
+@dataclass(frozen=True)
+class Wish:
+    """What is to be planned for: the checked arguments of `make_plan`."""
+
+    config: ModelConfig
+    codec: CodecConfig
+    memory_bytes: int | None
+    card: Card
+    task: str
+    profile: str
+    rows: int | None
+    dtype: str | None
+    formats: Formats | None  # None: whatever fits
+    kv: str | None
+    places: Mapping[str, str]
+
+
 def make_plan(
     config: ModelConfig,
     codec: CodecConfig,
@@ -141,8 +157,11 @@ def make_plan(
     profile: str | None = None,
     rows: int | None = None,
     dtype: str | None = None,
+    weights: str | Mapping[str, str] | None = None,
+    kv: str | None = None,
+    places: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Decides how to spend the memory. More of it never gives fewer rows or pages.
+    """Decides how to spend the memory. More of it never gives worse weights, nor fewer rows or pages of equal ones.
 
     Args:
         config, codec: of the model.
@@ -152,15 +171,24 @@ def make_plan(
         profile: realtime, batch or longform; None is the task's.
         rows: so many requests at a time; None is as many as fit and the task can use.
         dtype: "bfloat16", "float16" or "float32"; None is what suits the card.
+        weights: as `formats.parse_formats` takes them; None is the best that fits, or what a quantized checkpoint has.
+        kv: "full" or "fp8"; None is the best that fits.
+        places: of parts that are not where they would be put: "text_embedding" on the "device", "host" or "mapped" from
+            its file, the "codec" on the "device" or "cpu".
 
     Raises:
-        InputError: an unknown name, or neither memory nor a card that has some.
+        InputError: an unknown name, formats that a quantized checkpoint does not have, or neither memory nor a card
+            that has some.
     """
     reject_unknown("task", [task], TASKS)
     profile = TASKS[task].profile if profile is None else profile
     reject_unknown("profile", [profile], PROFILES)
     if dtype is not None:
-        reject_unknown("dtype", [dtype], FORMAT_BYTES)
+        reject_unknown("dtype", [dtype], DTYPES)
+    if kv is not None:
+        reject_unknown("kv", [kv], KV_FORMATS)
+    reject_unknown("places", places or (), ("text_embedding", "codec"))
+    reject_unknown("places", (places or {}).values(), PLACES)
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
         raise InputError(f"rows must be a whole number of at least 1, got {rows!r}", field="rows")
     if memory_bytes is not None and memory_bytes < 1:
@@ -168,9 +196,13 @@ def make_plan(
     card = find_card(card) if isinstance(card, str) else card or UNKNOWN_CARD
     if memory_bytes is None and card.usable_bytes is None:
         raise InputError("how much memory may be used? Give memory, such as 8GB, or the name of a card", field="memory")
-    request = _Request(config, codec, memory_bytes, card, task, profile, rows, dtype)
-    plan = request.decide()
-    return plan if plan.is_feasible else replace(plan, advice=tuple(request.advice(plan)))
+    from sottovoce.memory.choices import advise, decide  # which answer with what is defined here
+
+    found, asked = from_config(config.quantization), parse_formats(weights)
+    formats = None if weights is None and not found else agree(asked, found)
+    wish = Wish(config, codec, memory_bytes, card, task, profile, rows, dtype, formats, kv, places or {})
+    plan = decide(wish)
+    return plan if plan.is_feasible else replace(plan, advice=tuple(advise(wish, plan)))
 
 
 def parse_bytes(text: str | int) -> int:
@@ -192,207 +224,3 @@ def parse_bytes(text: str | int) -> int:
 def gigabytes(num_bytes: float) -> str:
     """For people: "3.83 GB"."""
     return f"{num_bytes / 1e9:.2f} GB"
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """One way to hold the weights, better than those after it."""
-
-    dtype: str
-    formats: Mapping[str, str]
-    places: Mapping[str, str]
-    reasons: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Checked arguments of `make_plan`, and the rules."""
-
-    config: ModelConfig
-    codec: CodecConfig
-    memory_bytes: int | None
-    card: Card
-    task: str
-    profile: str
-    rows: int | None
-    dtype: str | None
-
-    def decide(self) -> Plan:
-        """The best candidate that fits, else the least demanding one."""
-        limit, reasons = self._limit()
-        for weights in self._weights():
-            rungs = self._rungs()
-
-            def parts_of(rung: tuple[int, int], weights: _Weights = weights) -> dict[str, int]:
-                return footprint(self.config, self.codec, self._layout(weights, *rung))
-
-            # No rung takes less than the one before it.
-            if sum(parts_of(rungs[0]).values()) <= limit:
-                num_fitting = bisect_right(rungs, limit, lo=1, key=lambda rung: sum(parts_of(rung).values()))
-                break
-            num_fitting = 1
-        rung = rungs[num_fitting - 1]
-        layout, parts = self._layout(weights, *rung), parts_of(rung)
-        fitting, missing, left = {}, {}, limit
-        for part, size in parts.items():
-            if size <= left:
-                fitting[part], left = size, left - size
-            else:
-                missing[part] = size
-        reasons |= weights.reasons | self._row_reasons(layout, is_feasible=not missing)
-        reasons |= self._part_reasons(layout, parts)
-        return Plan(
-            kind=self.config.kind,
-            card=self.card,
-            task=self.task,
-            profile=self.profile,
-            memory_bytes=limit,
-            layout=layout,
-            parts=fitting,
-            missing=missing,
-            reasons=reasons,
-        )
-
-    def advice(self, plan: Plan) -> Iterator[Advice]:
-        """Changes that would make it fit, each tried out."""
-        enough = math.ceil(plan.needed_bytes / 1e7) * 10_000_000
-        if self.card.usable_bytes is None or self.card.usable_bytes >= enough:
-            yield Advice(
-                f"allow {gigabytes(enough)} instead of {gigabytes(plan.memory_bytes)}", {"memory_bytes": enough}
-            )
-        else:
-            larger = sorted((c for c in CARDS if c.memory_gib), key=lambda card: card.memory_gib)
-            yield from self._tried({"card": c.name, "memory_bytes": None} for c in larger)
-        if self.rows is not None:
-            fewer = replace(self, rows=None).decide().layout.max_rows
-            yield from self._tried([{"rows": fewer}])
-        if self.dtype == "float32" and self.card != CPU:
-            yield from self._tried([{"dtype": None}])
-        published = {name: ModelConfig.published(name) for name in PUBLISHED}
-        smaller = (n for n, c in published.items() if c.kind == self.config.kind and c.size < self.config.size)
-        yield from self._tried({"model": name} for name in smaller)
-
-    def _tried(self, many: Any) -> Iterator[Advice]:
-        """The first of the changes with which it fits, if any."""
-        for changes in many:
-            fields = dict(changes)
-            if "card" in fields:
-                fields["card"] = find_card(fields["card"])
-            if "model" in fields:
-                fields["config"] = ModelConfig.published(fields.pop("model"))
-            plan = replace(self, **fields).decide()
-            if plan.is_feasible:
-                text = {
-                    "card": f"take a card like {plan.card.name} ({plan.card.memory_gib} GiB)",
-                    "rows": f"run {plan.layout.max_rows} rows at a time",
-                    "dtype": f"use {plan.layout.dtype}",
-                    "model": f"take the smaller {changes.get('model')}",
-                }
-                yield Advice(f"{text[next(iter(changes))]}: {gigabytes(plan.total_bytes)}", changes)
-                return
-
-    # -- the rules, in order ---------------------------------------------------------------------------------------
-
-    def _limit(self) -> tuple[int, dict[str, str]]:
-        given, usable = self.memory_bytes, self.card.usable_bytes
-        if given is None or (usable is not None and usable < given):
-            return usable, {"memory": f"what can be counted on of {self.card.memory_gib} GiB, all else being idle"}
-        return given, {"memory": "as given"}
-
-    def _weights(self) -> Iterator[_Weights]:
-        """Ways to hold the weights, the best first. Today there is one."""
-        capability = self.card.capability
-        if self.dtype is not None:
-            dtype, reason = self.dtype, "as asked"
-        elif capability is None:
-            dtype, reason = "float32", "what a CPU computes fastest, and exactly"
-        elif capability >= (8, 0):
-            dtype, reason = "bfloat16", "as published"
-        else:
-            dtype, reason = "float16", "this card has no bfloat16"
-        formats = dict.fromkeys(WEIGHT_PARTS, dtype) | {"speaker_encoder": "bfloat16"}
-        places = dict.fromkeys(WEIGHT_PARTS, "device")
-        yield _Weights(dtype, formats, places, {"dtype": reason})
-
-    def _rungs(self) -> list[tuple[int, int]]:
-        """(rows, positions of all together), each more than the one before: rows first, then longer requests."""
-        profile, most = PROFILES[self.profile], self.rows or TASKS[self.task].max_rows
-        rows = range(self.rows or 1, most + 1)
-        rungs = [(count, max(MIN_TOKENS, count * profile.row_tokens)) for count in rows]
-        tokens = rungs[-1][1]
-        while tokens < self._request_tokens():
-            tokens += GROWTH_TOKENS
-            rungs.append((most, tokens))
-        return rungs
-
-    def _request_tokens(self) -> int:
-        """The most positions that one request may have. Where there are no kernels for attention, each step gathers
-        that many for every row, so they are kept few."""
-        is_gathered = self.card.capability is not None and not has_step_kernels(
-            self.card.capability, self.card.has_triton
-        )
-        return MIN_TOKENS if is_gathered else PROFILES[self.profile].request_tokens
-
-    def _layout(self, weights: _Weights, rows: int, tokens: int) -> Layout:
-        profile, is_cpu = PROFILES[self.profile], self.card.capability is None
-        return Layout(
-            dtype=weights.dtype,
-            # fp16 cannot hold what the codec computes on its way; bf16 can.
-            codec_dtype="float32" if is_cpu or weights.dtype == "float16" else weights.dtype,
-            formats=weights.formats,
-            places=weights.places,
-            max_rows=rows,
-            num_pages=tokens // PAGE_TOKENS,
-            page_tokens=PAGE_TOKENS,
-            max_positions=min(tokens, self._request_tokens(), self.config.talker.max_position_embeddings),
-            buckets=profile.buckets,
-            capability=self.card.capability,
-            has_triton=self.card.has_triton,
-        )
-
-    def _row_reasons(self, layout: Layout, is_feasible: bool) -> dict[str, str]:
-        task, profile = TASKS[self.task], PROFILES[self.profile]
-        speech_s = layout.max_positions * FRAME_SAMPLES / SAMPLE_RATE
-        if self.rows is not None:
-            why_rows = "as asked"
-        elif not is_feasible:
-            why_rows = "the least"
-        elif layout.max_rows == task.max_rows:
-            why_rows = f"all that the task can use: {task.reason}"
-        else:
-            why_rows = f"all that fit, of {task.max_rows} that the task could use: {task.reason}"
-        why_short = ""
-        if self._request_tokens() < profile.request_tokens:
-            why_short = "; a longer one would slow every row down, as there are no kernels for attention here"
-        return {
-            "profile": profile.reason,
-            "rows": why_rows,
-            "request": f"prompt and speech of one request together: {speech_s:.0f} s at most" + why_short,
-        }
-
-    def _part_reasons(self, layout: Layout, parts: Mapping[str, int]) -> dict[str, str]:
-        per_token = kv_token_bytes(self.config, layout.dtype)
-        tokens, kernels = layout.num_pages * layout.page_tokens, layout.has_codec_kernels(self.codec.decoder)
-        codec = f"{layout.codec_dtype}, " + ("layers multiplied out for our kernels" if kernels else "as published")
-        why = {
-            "context": "Python and torch (estimate)" if layout.capability is None else "CUDA, its kernels (estimate)",
-            "talker": layout.formats["talker"],
-            "talker_tables": f"{layout.formats['talker_tables']}: codes in, logits out",
-            "predictor": layout.formats["predictor"],
-            "predictor_tables": f"{layout.formats['predictor_tables']}: 15 codebooks in, 15 heads out",
-            "text_embedding": f"{layout.formats['text_embedding']}, on the {layout.places['text_embedding']}",
-            "text_projection": layout.formats["text_projection"],
-            "speaker_encoder": "bfloat16, for making voices",
-            "folded_tables": "embeddings with the predictor's input projection multiplied in; rotations",
-            "codec_decoder": codec,
-            "codec_encoder": "float32, for making voices",
-            "kv_pages": f"{layout.num_pages} pages of {layout.page_tokens}: {tokens} positions of {per_token:,} bytes",
-            "slots": f"{layout.max_rows} rows: numbers, codes seen, page tables, text ahead",
-            "prompts": "input rows of the requests under way (estimate)",
-            "codec_state": f"{layout.max_rows} streams, whatever their length",
-            "workspace": "alive within a step or a chunk of 8 frames; cuBLAS (estimate)",
-            "graphs": f"batches of {', '.join(map(str, layout.batches))}, prompts, chunks; with workspace (estimate)",
-            "loading": "the codec while it is loaded, beyond what stays (estimate)",
-            "allocator": "lost between blocks (estimate)",
-        }
-        return {part: why[part] for part in parts}

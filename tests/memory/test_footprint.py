@@ -11,6 +11,7 @@ from sottovoce.codec import fast
 from sottovoce.config import CodecConfig, ModelConfig
 from sottovoce.engine import audio, runner, tables
 from sottovoce.engine.request import Capacity
+from sottovoce.formats import PRESETS
 from sottovoce.kernels import choose, select
 from sottovoce.memory import footprint as fp
 from sottovoce.memory.probe import DTYPES
@@ -65,7 +66,7 @@ def test_weights_are_those_of_the_loaded_network(folder):
     for name, parameter in network.named_parameters():
         part = next(part for prefix, part in PREFIXES.items() if name.startswith(prefix))
         counted[part] += parameter.nbytes
-    expected = fp.weight_bytes(network.config, dict.fromkeys(fp.WEIGHT_PARTS, "bfloat16"))
+    expected = fp.weight_bytes(fp.weight_shapes(network.config), dict.fromkeys(fp.WEIGHT_PARTS, "bfloat16"))
     assert expected == {part: size for part, size in counted.items() if size}
 
 
@@ -154,16 +155,18 @@ def test_the_workspace_of_attention_is_what_the_kernels_ask_for():
 
 def layout(**changes) -> fp.Layout:
     given = {
-        "dtype": "bfloat16", "codec_dtype": "bfloat16", "formats": dict.fromkeys(fp.WEIGHT_PARTS, "bfloat16"),
-        "places": dict.fromkeys(fp.WEIGHT_PARTS, "device"), "max_rows": 1, "num_pages": 64, "page_tokens": 16,
-        "max_positions": 1024, "buckets": (1, 2, 4), "capability": (9, 0),
+        "dtype": "bfloat16", "codec_dtype": "bfloat16", "kv_dtype": "bfloat16",
+        "formats": dict.fromkeys(fp.WEIGHT_PARTS, "bfloat16"),
+        "places": dict.fromkeys((*fp.WEIGHT_PARTS, "codec"), "device"),
+        "max_rows": 1, "num_pages": 64, "page_tokens": 16, "max_positions": 1024,
+        "buckets": (1, 2, 4), "capability": (9, 0),
     }  # fmt: skip
     return fp.Layout(**given | changes)
 
 
 def test_published_sizes():
     config, codec = ModelConfig.published("1.7B-VoiceDesign"), CodecConfig.published()
-    weights = fp.weight_bytes(config, layout().formats)
+    weights = fp.weight_bytes(fp.weight_shapes(config), layout().formats)
     assert round(sum(weights.values()) / 1e9, 2) == 3.83
     assert round(weights["text_embedding"] / 1e6) == 622
     for name in ("1.7B-VoiceDesign", "0.6B-CustomVoice"):
@@ -177,22 +180,52 @@ def test_parts_are_separate_and_only_what_is_on_the_device_counts():
     parts = fp.footprint(config, codec, layout())
     assert all(isinstance(size, int) and size >= 0 for size in parts.values())
     assert {"context", "talker", "speaker_encoder", "codec_encoder", "kv_pages", "graphs"} <= parts.keys()
-    places = dict.fromkeys(fp.WEIGHT_PARTS, "device") | {"text_embedding": "host"}
+    places = layout().places | {"text_embedding": "host"}
     on_host = fp.footprint(config, codec, layout(places=places))
     assert parts["text_embedding"] == 622_329_856 and "text_embedding" not in on_host
-    on_cpu = fp.footprint(config, codec, layout(capability=None, dtype="float32", codec_dtype="float32"))
+    on_cpu = fp.footprint(
+        config, codec, layout(capability=None, dtype="float32", codec_dtype="float32", kv_dtype="float32")
+    )
     assert "graphs" not in on_cpu and on_cpu["kv_pages"] == 2 * parts["kv_pages"]
     design = fp.footprint(ModelConfig.published("1.7B-VoiceDesign"), codec, layout())
     assert not {"speaker_encoder", "codec_encoder"} & design.keys()
 
 
 def test_loading_never_needs_more_than_the_parts_together():
-    """The transient peak of the codec counts only where nothing that comes later takes the same room."""
+    """The codec is loaded first: its transient peak counts only where nothing that comes later takes the same room."""
     config, codec = ModelConfig.published("0.6B-CustomVoice"), CodecConfig.published()
     peak = fp.loading_bytes(codec, "bfloat16", is_fast=True)
     assert peak > fp.codec_decoder_bytes(codec, "bfloat16", is_fast=True)
-    for rows in (1, 4, 64):
-        parts = fp.footprint(config, codec, layout(max_rows=rows, num_pages=64 * rows))
-        before = ("context", *fp.WEIGHT_PARTS, "codec_state", "allocator")
-        assert sum(size for part, size in parts.items() if part not in before) >= peak
-    assert parts["loading"] == 0
+    for formats in (layout().formats, layout().formats | {"talker": "int4", "predictor": "int8"}):
+        parts = fp.footprint(config, codec, layout(formats=formats))
+        before = ("context", "codec_state", "allocator")
+        assert sum(size for part, size in parts.items() if part not in before) >= peak and parts["loading"] == 0
+    shallow = {"num_hidden_layers": 1, "intermediate_size": 64}
+    talker, predictor = (dataclasses.replace(part, **shallow) for part in (config.talker, config.predictor))
+    tiny = dataclasses.replace(config, talker=talker, predictor=predictor)
+    parts = fp.footprint(tiny, codec, layout(num_pages=1, places=layout().places | {"text_embedding": "host"}))
+    assert parts["loading"] > 0
+
+
+def test_a_codec_elsewhere_takes_nothing_here():
+    config, codec = ModelConfig.published("1.7B-Base"), CodecConfig.published()
+    parts = fp.footprint(config, codec, layout(places=layout().places | {"codec": "cpu"}))
+    assert not {"codec_decoder", "codec_encoder", "codec_state", "loading"} & parts.keys()
+    assert sum(parts.values()) < sum(fp.footprint(config, codec, layout()).values())
+
+
+def test_keys_and_values_in_eight_bits_take_half():
+    config, codec = ModelConfig.published("1.7B-Base"), CodecConfig.published()
+    half, full = (fp.footprint(config, codec, layout(kv_dtype=dtype)) for dtype in (fp.KV_FP8, "bfloat16"))
+    assert 2 * half["kv_pages"] == full["kv_pages"]
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+def test_quantized_weights_are_those_of_the_loaded_network(folder, weights):
+    network, counted = load_network(folder, weights=weights), dict.fromkeys(fp.WEIGHT_PARTS, 0)
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        part = next(part for prefix, part in PREFIXES.items() if name.startswith(prefix))
+        counted[part] += tensor.nbytes
+    formats = dict.fromkeys(fp.WEIGHT_PARTS, "bfloat16") | dict(PRESETS[weights])
+    expected = fp.weight_bytes(fp.weight_shapes(network.config), formats)
+    assert expected == {part: size for part, size in counted.items() if size}

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sottovoce.config import PUBLISHED, CodecConfig, ModelConfig
+from sottovoce.formats import PRESETS, as_config
 from sottovoce.memory.cards import CARDS, CPU, Card, find_card
 from sottovoce.memory.plan import PROFILES, TASKS, make_plan, parse_bytes
 from sottovoce.types import InputError, NotFoundError
@@ -18,6 +19,10 @@ CODEC = CodecConfig.published()
 CONFIGS = {name: ModelConfig.published(name) for name in PUBLISHED}
 WITHOUT_TRITON = Card("RTX 4090 without Triton", 24, (8, 9), has_triton=False)
 
+DECISIONS = ("memory", "dtype", "weights", "kv", "text", "codec", "profile", "rows", "request")
+# Weights of all ways that a plan takes by itself, the worst first, with keys and values in fewer bits before.
+RANKS = ["int4 talker, int8 predictor", "int8", "as published"]
+
 wishes = st.fixed_dictionaries(
     {
         "card": st.sampled_from([None, *CARDS, WITHOUT_TRITON]),
@@ -25,6 +30,9 @@ wishes = st.fixed_dictionaries(
         "profile": st.sampled_from([None, *PROFILES]),
         "rows": st.none() | st.integers(1, 80),
         "dtype": st.sampled_from([None, "bfloat16", "float16", "float32"]),
+        "weights": st.sampled_from([None, None, "none", "int8", "int4", {"talker": "int4", "predictor": "int4"}]),
+        "kv": st.sampled_from([None, None, "full", "fp8"]),
+        "places": st.sampled_from([None, {"codec": "cpu"}, {"text_embedding": "device"}]),
     }
 )
 budgets = st.integers(1, 100_000_000_000) | st.integers(1_000_000_000, 10_000_000_000)
@@ -42,7 +50,8 @@ def test_a_plan_keeps_to_its_budget_and_its_advice_is_good(name, wish, memory_by
     assert made.total_bytes == sum(made.parts.values())
     assert made.needed_bytes == made.total_bytes + sum(made.missing.values())
     assert made.is_feasible == (not made.missing) == (not made.advice)
-    assert {*made.parts, *made.missing, "memory", "dtype", "profile", "rows", "request"} == made.reasons.keys()
+    assert {*made.parts, *made.missing, *DECISIONS} == made.reasons.keys()
+    assert not {*made.parts, *made.missing} & made.elsewhere.keys()
     if wish["rows"]:
         assert made.layout.max_rows == wish["rows"]
     for advice in made.advice:
@@ -56,8 +65,11 @@ def test_a_plan_keeps_to_its_budget_and_its_advice_is_good(name, wish, memory_by
 def test_more_memory_never_gives_less(name, wish, memory_bytes, more_bytes):
     less, more = (plan(name, memory_bytes=n, **wish) for n in (memory_bytes, memory_bytes + more_bytes))
     assert more.is_feasible or not less.is_feasible
-    for choice in ("max_rows", "num_pages", "max_positions"):
-        assert getattr(more.layout, choice) >= getattr(less.layout, choice)
+    ranks = [(p.weights in RANKS and RANKS.index(p.weights), p.layout.kv_dtype == p.layout.dtype) for p in (less, more)]
+    assert ranks[0] <= ranks[1]
+    if ranks[0] == ranks[1]:
+        for choice in ("max_rows", "num_pages", "max_positions"):
+            assert getattr(more.layout, choice) >= getattr(less.layout, choice)
 
 
 def test_advice_always_leads_somewhere():
@@ -68,7 +80,7 @@ def test_advice_always_leads_somewhere():
 
 
 def test_what_the_least_budget_is():
-    short = plan(memory_bytes=4_000_000_000)
+    short = plan(memory_bytes=2_000_000_000)
     least = short.advice[0].changes["memory_bytes"]
     assert not short.is_feasible and short.missing
     made = plan(memory_bytes=least)
@@ -77,7 +89,7 @@ def test_what_the_least_budget_is():
     assert (
         plan(memory_bytes=short.needed_bytes).is_feasible and not plan(memory_bytes=short.needed_bytes - 1).is_feasible
     )
-    assert plan("1.7B-Base", memory_bytes=4_000_000_000).advice[-1].changes == {"model": "0.6B-Base"}
+    assert plan("1.7B-Base", memory_bytes=2_000_000_000).advice[-1].changes == {"model": "0.6B-Base"}
 
 
 @pytest.mark.parametrize(
@@ -93,17 +105,52 @@ def test_what_the_least_budget_is():
 def test_precision_follows_the_card(card, dtype, codec_dtype):
     layout = plan(card=card, memory_bytes=30_000_000_000).layout
     assert (layout.dtype, layout.codec_dtype) == (dtype, codec_dtype)
-    assert layout.formats["talker"] == dtype and layout.places["text_embedding"] == "device"
+    assert layout.formats["talker"] == dtype == layout.kv_dtype
+    assert layout.places["text_embedding"] == ("mapped" if card == CPU else "host")
 
 
 def test_tasks_and_profiles_differ():
     made = {task: plan(card="H100", task=task) for task in TASKS}
-    assert [made[task].layout.max_rows for task in TASKS] == [8, 64, 64, 16]
+    assert [made[task].layout.max_rows for task in TASKS] == [16, 64, 64, 16]
     assert made["batch"].layout.num_pages < made["serve"].layout.num_pages
     assert made["longform"].layout.max_positions < made["say"].layout.max_positions
     assert len(made["batch"].layout.batches) < len(made["serve"].layout.batches)
     other = plan(card="H100", task="serve", profile="batch")
+    assert plan(card=CPU, memory_bytes=10**11, task="serve").layout.max_rows == 8
     assert other.layout.max_rows == 64 and other.layout.num_pages == made["batch"].layout.num_pages
+
+
+def test_less_memory_means_smaller_weights_before_fewer_than_enough_rows():
+    budgets = {"10GB": RANKS[2], "4GB": RANKS[1], "2.5GB": RANKS[0]}
+    for budget, weights in budgets.items():
+        made = plan(memory_bytes=parse_bytes(budget))
+        assert made.weights == weights and made.is_feasible
+    one, many = (plan(memory_bytes=parse_bytes("4.6GB"), task=task) for task in ("say", "serve"))
+    assert one.weights == RANKS[2] and many.weights == RANKS[1] and many.layout.max_rows >= 4
+
+
+def test_a_wish_for_weights_and_keys_is_followed():
+    made = plan(memory_bytes=10**10, weights="int4", kv="fp8")
+    assert made.layout.formats["talker"] == "int4" and made.layout.formats["predictor"] == "int8"
+    assert made.layout.kv_dtype == "float8_e4m3fn" and made.weights == RANKS[0]
+    full = plan(memory_bytes=10**10, weights="none", kv="full", places={"text_embedding": "device"})
+    assert full.weights == RANKS[2] and full.parts["text_embedding"] == 622_329_856 and not full.elsewhere
+    assert made.elsewhere == {"text_embedding": 622_329_856}
+    assert "weights" in plan(memory_bytes=3_000_000_000, weights="none").advice[1].changes
+
+
+def test_keys_and_values_in_eight_bits_only_where_a_card_converts_them():
+    for card, can in ((Card("Ada", None, (8, 9)), True), (Card("Ampere", None, (8, 6)), False)):
+        found = {plan(card=card, memory_bytes=n).layout.kv_dtype for n in range(2 * 10**9, 6 * 10**9, 2 * 10**7)}
+        assert ("float8_e4m3fn" in found) == can
+
+
+def test_a_quantized_checkpoint_stays_as_it_is():
+    config = replace(CONFIGS["1.7B-Base"], quantization=as_config(PRESETS["int8"]))
+    assert make_plan(config, CODEC, memory_bytes=10**11).weights == "int8"
+    assert make_plan(config, CODEC, memory_bytes=10**9).advice
+    with pytest.raises(InputError, match="int8 already"):
+        make_plan(config, CODEC, memory_bytes=10**10, weights="int4")
 
 
 def test_a_card_bounds_what_was_given():
@@ -117,7 +164,7 @@ def test_long_requests_only_where_attention_has_kernels():
 
 
 def test_a_plan_is_json():
-    made = plan(memory_bytes=4_000_000_000)
+    made = plan(memory_bytes=2_000_000_000)
     data = json.loads(json.dumps(made.as_dict()))
     assert data["total_bytes"] == sum(data["parts"].values()) and data["is_feasible"] is False
     assert data["advice"][0]["changes"]["memory_bytes"] == made.advice[0].changes["memory_bytes"]
@@ -136,6 +183,11 @@ def test_cards_by_other_names(name):
         ({"task": "serv"}, "'serve'"),
         ({"profile": "batsch"}, "'batch'"),
         ({"dtype": "bfloat"}, "'bfloat16'"),
+        ({"weights": "int5"}, "'int8'"),
+        ({"weights": {"codec": "int8"}}, "talker"),
+        ({"kv": "fp4"}, "'fp8'"),
+        ({"places": {"talker": "cpu"}}, "codec"),
+        ({"places": {"codec": "disk"}}, "host"),
         ({"rows": 0}, "rows"),
         ({"memory_bytes": 0}, "memory"),
         ({"memory_bytes": None}, "8GB"),
