@@ -16,7 +16,16 @@ from sottovoce.audio.runaway import runaway_reason
 from sottovoce.engine.driver import Handle
 from sottovoce.engine.engine import Event
 from sottovoce.text.segment import pause_after_s
-from sottovoce.types import SAMPLE_RATE, AudioChunk, Request, RunawayError, SottovoceError, Speech, Usage
+from sottovoce.types import (
+    SAMPLE_RATE,
+    AudioChunk,
+    OutOfMemoryError,
+    Request,
+    RunawayError,
+    SottovoceError,
+    Speech,
+    Usage,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +66,8 @@ class Attempt:
 
         Raises RunawayError if the speech did not end by itself on any seed, or what else ended it.
         """
+        if isinstance(event.error, OutOfMemoryError):
+            raise about_text(event.error, self.piece.request.text)
         if event.error is not None:
             raise event.error
         self._parts.append(event)
@@ -203,8 +214,17 @@ def streamed(
                     yield AudioChunk(samples, SAMPLE_RATE, event.codes, reason, usage, request.sampling.seed)
                 elif len(samples) or len(event.codes):
                     yield AudioChunk(samples, SAMPLE_RATE, event.codes)
+        except OutOfMemoryError as error:
+            raise about_text(error, request.text) from None
         finally:
             handle.cancel()
+
+
+def about_text(error: OutOfMemoryError, text: str) -> OutOfMemoryError:
+    """The same error, saying which text it is about."""
+    named = OutOfMemoryError(f"{text[:40]!r} ({len(text)} characters): {error}", field="text")
+    named.__cause__ = error.__cause__
+    return named
 
 
 def about_item(error: SottovoceError, index: int) -> SottovoceError:

@@ -2,7 +2,8 @@
 
 Frames come in as they are committed; samples leave in chunks of 1, 2, 4, 8, 8, … frames, so that the first one leaves
 at once and later ones cost little. The cuts depend on the stream alone: streamed or not, alone or in company, the same
-chunks are decoded. Streams without a slot wait, or take the slot of one that has nothing to decode.
+chunks are decoded. Streams without a slot wait, or take the slot of one that has nothing to decode. Where memory runs
+out, launches become smaller, and after that chunks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from sottovoce.codec.fast import SlotDecoder
 from sottovoce.engine.graphs import HostCopy, Launcher
+from sottovoce.memory.oom import Guard, forget_frames, is_oom
 from sottovoce.types import NUM_CODEBOOKS, SottovoceError
 
 MAX_CHUNK_FRAMES = 8
@@ -41,14 +43,15 @@ class Stream:
     is_complete: bool = False  # no more frames will come
     slot: int | None = None
     saved: Sequence[Tensor] | None = None
+    num_failures: int = 0  # for lack of memory, although it was alone with one frame
 
-    def next_frames(self) -> int:
+    def next_frames(self, most: int = MAX_CHUNK_FRAMES) -> int:
         """Frames of its next chunk, 0 while it has to wait for more."""
-        size = min(1 << (len(self.done) + 1).bit_length() - 1, MAX_CHUNK_FRAMES)  # at 0, 1, 3, 7, 15, …
+        size = min(1 << (len(self.done) + 1).bit_length() - 1, most)  # at 0, 1, 3, 7, 15, …
         if len(self.waiting) >= size:
             return size
         # The rest in powers of two: few shapes, so few graphs.
-        return 1 << len(self.waiting).bit_length() - 1 if self.is_complete and self.waiting else 0
+        return min(most, 1 << len(self.waiting).bit_length() - 1) if self.is_complete and self.waiting else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +90,25 @@ class AudioStage:
         self._streams: OrderedDict[Hashable, Stream] = OrderedDict()  # longest without a chunk first
         self._pending: deque[_Pending] = deque()
         self._voices: OrderedDict[bytes, Sequence[Tensor]] = OrderedDict()
+        # A CPU gains nothing from a batch, and rounds by its size.
+        self.max_streams = 1 if self.device.type == "cpu" else BATCHES[-1]
+        self._tried = 1  # stream-frames of the last launch
+        self.use(Guard(self.device))
+
+    def use(self, guard: Guard) -> None:
+        """Takes what answers when memory runs out."""
+        self._guard = guard
+        guard.may_drop(self.launcher.forget)
+        guard.may_drop(self._voices.clear)
+
+    @property
+    def _most(self) -> int:
+        """Stream-frames that fit a launch."""
+        return self._guard.limits.most("codec", BATCHES[-1] * MAX_CHUNK_FRAMES)
+
+    @property
+    def _max_frames(self) -> int:
+        return min(MAX_CHUNK_FRAMES, 1 << self._most.bit_length() - 1)
 
     def warm_up(self) -> None:
         """Compiles and captures everything there can be a chunk of, on a slot that is nobody's."""
@@ -95,14 +117,16 @@ class AudioStage:
         frames = 1
         while frames <= MAX_CHUNK_FRAMES:
             for size in sizes:
-                self._decode([self.decoder.dummy_slot] * size, np.zeros((size, frames, NUM_CODEBOOKS), np.int64))
+                if size * frames <= self._most:
+                    self._decode([self.decoder.dummy_slot] * size, np.zeros((size, frames, NUM_CODEBOOKS), np.int64))
             frames *= 2
         self.launcher.synchronize()
 
     @property
     def has_work(self) -> bool:
         """Whether chunks are due, or on their way."""
-        return bool(self._pending) or any(stream.next_frames() for stream in self._streams.values())
+        most = self._max_frames
+        return bool(self._pending) or any(stream.next_frames(most) for stream in self._streams.values())
 
     def begin(self, stream: Stream) -> None:
         assert stream.id not in self._streams
@@ -135,55 +159,88 @@ class AudioStage:
         arrived: list[Decoded] = []
         due: dict[int, list[Stream]] = {}
         for stream in list(self._streams.values()):
-            frames = stream.next_frames()
+            frames = stream.next_frames(self._max_frames)
             try:
                 if frames and self._settle(stream):
                     due.setdefault(frames, []).append(stream)
             except Exception as error:
-                arrived.append(self._give_up(stream, error))
-        # A CPU gains nothing from a batch, and rounds by its size.
-        most = 1 if self.device.type == "cpu" else BATCHES[-1]
+                forget_frames(error)
+                arrived += self._give_up(stream, error)
         for frames, streams in sorted(due.items()):  # the first chunks are the small ones: they go first
-            for first in range(0, len(streams), most):
-                arrived += self._launch(streams[first : first + most], frames)
+            while streams:
+                if frames > self._max_frames:
+                    break  # memory ran out just now: they come again in smaller chunks
+                count = self._batch_size(frames)
+                arrived += self._launch(streams[:count], frames)
+                del streams[:count]
         while self._pending and (self._pending[0].copy.is_ready or (is_waiting and not arrived)):
             arrived += self._take(self._pending.popleft())
         return arrived
 
+    def _batch_size(self, frames: int) -> int:
+        """Streams that a launch of `frames` frames each may have."""
+        most = min(self.max_streams, max(1, self._most // frames))
+        return max(size for size in BATCHES if size <= most)
+
     def _launch(self, streams: list[Stream], frames: int) -> list[Decoded]:
-        """Starts a batch. If that fails, each stream is tried alone from its beginning, since nobody knows how far the
-        states in their slots have got; returns the ends of those that fail again."""
+        """Starts a batch. If that fails, its streams begin anew, since nobody knows how far the states in their slots
+        have got: in smaller launches if memory was short, else each alone. Returns the ends of those that are lost."""
         try:
             codes = np.stack([np.stack(stream.waiting[:frames]) for stream in streams])
             output = self._decode([stream.slot for stream in streams], codes)
             with self.launcher.here():
                 self._pending.append(_Pending(streams, codes, HostCopy(output)))
+            for stream in streams:
+                stream.done += stream.waiting[:frames]
+                del stream.waiting[:frames]
+                stream.num_failures = 0
+                self._streams.move_to_end(stream.id)
+            return []
         except Exception as error:
-            return self._launch_alone(streams, frames, error)
-        for stream in streams:
-            stream.done += stream.waiting[:frames]
-            del stream.waiting[:frames]
-            self._streams.move_to_end(stream.id)
-        return []
-
-    def _launch_alone(self, streams: list[Stream], frames: int, error: Exception) -> list[Decoded]:
-        if len(streams) == 1:
-            return [self._give_up(streams[0], error)]
+            forget_frames(error)
+            failure = error
+        if len(streams) == 1 or is_oom(failure):
+            return self._give_up_or_halve(streams, failure)
         lost: list[Decoded] = []
         for stream in streams:
-            self._free.append(stream.slot)
-            stream.slot = stream.saved = None
+            self._unsettle(stream)
         for stream in streams:
             try:
                 self._settle(stream)
                 lost += self._launch([stream], frames)
             except Exception as error:
-                lost.append(self._give_up(stream, error))
+                forget_frames(error)
+                lost += self._give_up(stream, error)
         return lost
 
-    def _give_up(self, stream: Stream, error: Exception) -> Decoded:
+    def _give_up(self, stream: Stream, error: Exception) -> list[Decoded]:
+        return self._give_up_or_halve([stream], error)
+
+    def _give_up_or_halve(self, streams: list[Stream], error: Exception) -> list[Decoded]:
+        """What becomes of streams after a failure: the end, unless memory was short and less of it may do."""
+        if not is_oom(error):
+            return [self._end(stream, error) for stream in streams]
+        self._guard.relieve()
+        tried = min(self._tried, self._most)
+        if tried > 1:
+            self._guard.lower("codec", tried // 2)
+        else:
+            for stream in streams:
+                stream.num_failures += 1
+        lost = [self._end(stream, error) for stream in streams if stream.num_failures > 1]
+        for stream in streams:
+            self._unsettle(stream)
+        return lost
+
+    def _end(self, stream: Stream, error: Exception) -> Decoded:
         self.drop(stream.id)
         return Decoded(stream.id, np.empty(0, np.float32), np.empty((0, 0), np.int64), True, error)
+
+    def _unsettle(self, stream: Stream) -> None:
+        """Forgets the stream's state, which is made again from its frames."""
+        if stream.slot is not None and stream.id in self._streams:
+            self._free.append(stream.slot)
+        stream.slot = stream.saved = None
 
     def _decode(self, slots: list[int], codes: np.ndarray) -> Tensor:
         """float32 [B and padding, samples + 1]; the last column is 1 where something was not a number."""
@@ -191,6 +248,7 @@ class AudioStage:
         size, (num_rows, frames, num_codes) = len(slots), codes.shape
         if self.launcher.is_graphed:
             size = next(batch for batch in BATCHES if batch >= num_rows)
+        self._tried = size * frames
         slots = torch.tensor(slots + [decoder.dummy_slot] * (size - num_rows))
         rows = torch.zeros(size, frames, num_codes, dtype=torch.int64)
         rows[:num_rows] = torch.from_numpy(codes)
@@ -214,8 +272,13 @@ class AudioStage:
     def _take(self, pending: _Pending) -> list[Decoded]:
         rows = pending.copy.wait()[: len(pending.streams)].numpy()
         if rows[:, -1].any():
-            self._fall_back(pending)
-            return []
+            try:
+                self._fall_back(pending)
+                return []
+            except Exception as error:
+                forget_frames(error)
+                failure = error
+            return [self._end(stream, failure) for stream in list(self._streams.values())]
         out = []
         for stream, row, codes in zip(pending.streams, rows, pending.codes, strict=True):
             if self._streams.get(stream.id) is not stream:
@@ -240,7 +303,8 @@ class AudioStage:
                 unsent[stream.id] = unsent.get(stream.id, 0) + pending.codes.shape[1]
         self._pending.clear()
         self.launcher.synchronize()
-        self.decoder, self._in_float32 = self._in_float32(), None
+        self.decoder, self._in_float32 = self._guard.again(self._in_float32), None
+        self.launcher.forget()  # graphs of the old one keep it alive
         self._free = list(range(self.decoder.max_slots))[::-1]
         self._voices.clear()
         for stream in self._streams.values():
@@ -253,6 +317,7 @@ class AudioStage:
         """Sees to it that the stream's state is in a slot. False if there is none to be had now."""
         if stream.slot is not None:
             return True
+        self._tried = 1
         if not self._free and not self._make_room():
             return False
         stream.slot = self._free.pop()
@@ -271,7 +336,7 @@ class AudioStage:
 
     def _make_room(self) -> bool:
         """Moves the state of the stream that has been idle longest to the host."""
-        idle = (s for s in self._streams.values() if s.slot is not None and not s.next_frames())
+        idle = (s for s in self._streams.values() if s.slot is not None and not s.next_frames(self._max_frames))
         stream = next(idle, None)
         if stream is None:
             return False
@@ -298,6 +363,6 @@ class AudioStage:
         """Brings a slot's state behind frames [F, K] whose samples nobody wants."""
         start = 0
         while start < len(codes):
-            frames = min(MAX_CHUNK_FRAMES, 1 << (len(codes) - start).bit_length() - 1)
+            frames = min(self._max_frames, 1 << (len(codes) - start).bit_length() - 1)
             self._decode([slot], codes[None, start : start + frames])
             start += frames

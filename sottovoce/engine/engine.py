@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from sottovoce.engine.audio import AudioStage, Stream
 from sottovoce.engine.graphs import HostCopy
@@ -21,8 +20,9 @@ from sottovoce.engine.pages import page_digests
 from sottovoce.engine.request import Capacity, Row, Stats, Step
 from sottovoce.engine.runner import Job, Runner
 from sottovoce.engine.scheduler import Scheduler
+from sottovoce.memory.oom import Guard, forget_frames, is_oom
 from sottovoce.model.network import Network
-from sottovoce.model.prompt import PromptPlan, embed_prompt
+from sottovoce.model.prompt import PromptPlan
 from sottovoce.types import (
     NUM_CODEBOOKS,
     FinishReason,
@@ -57,17 +57,21 @@ class Event:
     @classmethod
     def failed(cls, request_id: Hashable, error: Exception) -> Event:
         """The end of a request by an error, as one of ours. Tracebacks go: they would keep tensors alive."""
+        forget_frames(error)
         if not isinstance(error, SottovoceError):
             named = f"{type(error).__name__}: {error}"
             error.__context__ = None
-            if isinstance(error, torch.OutOfMemoryError | MemoryError):
-                ours = OutOfMemoryError(f"no memory left for this request: load with fewer max_rows ({named})")
+            if is_oom(error):
+                ours = OutOfMemoryError(
+                    "no memory left for it even alone: shorten the text, the instruction or the reference, load with "
+                    f"fewer max_rows, or free the device of other programs ({named})"
+                )
             else:
                 ours = SottovoceError(f"a step failed: {named}")
-            ours.__cause__ = error.with_traceback(None)
+            ours.__cause__ = error
             error = ours
         nothing = np.empty((0, NUM_CODEBOOKS), np.int64)
-        return cls(request_id, np.empty(0, np.float32), nothing, error=error.with_traceback(None))
+        return cls(request_id, np.empty(0, np.float32), nothing, error=error)
 
 
 @dataclass(eq=False)
@@ -88,6 +92,7 @@ class Engine:
         max_positions: longest prompt and speech of one request together.
         use_graphs: capture steps on a GPU.
         clock: seconds, monotonic.
+        guard: for when memory runs out, with what is remembered of earlier runs.
     """
 
     def __init__(
@@ -100,11 +105,15 @@ class Engine:
         *,
         use_graphs: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        guard: Guard | None = None,
     ) -> None:
         self.network, self.capacity, self.max_positions = network, capacity, max_positions
-        self.runner = Runner(network, ops, capacity, max_positions, use_graphs=use_graphs)
+        self.runner = Runner(network, ops, capacity, max_positions, use_graphs=use_graphs, guard=guard)
+        self.guard = self.runner.guard
         self.scheduler = Scheduler(capacity)
         self.audio = audio
+        if audio is not None:
+            audio.use(self.guard)
         self._clock = clock
         self._active: dict[Hashable, _Active] = {}
         self._jobs: dict[Hashable, Job] = {}
@@ -141,8 +150,9 @@ class Engine:
             )
         prefix = page_digests(plan.row_keys()[:-1], self.capacity.page_tokens)
         row = Row(request_id, num_prompt, max_frames, prefix, ahead_s)
-        with torch.no_grad(), self.runner.launcher.here():
-            job = Job(embed_prompt(self.network, plan), sampling, seed)
+        if not self._active:
+            self.guard.review()
+        job = Job(plan, sampling, seed)
         self.scheduler.add(row)  # the last that can fail: nothing may stay behind
         self._active[request_id] = _Active(row, job)
         self._jobs[request_id] = job

@@ -55,6 +55,13 @@ class Launcher:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def forget(self) -> None:
+        """Drops all graphs, whose memory the allocator can then give back; each is captured again when it is needed.
+        The device must be done with them."""
+        self._captured.clear()
+        if self._pool is not None:  # the old one's memory comes free with its last graph
+            self._pool = torch.cuda.graph_pool_handle()
+
     def run(
         self, key: Hashable, work: Callable[..., Tensor], inputs: Sequence[Tensor], idle: Callable[[], Sequence[Tensor]]
     ) -> Tensor:

@@ -1,7 +1,8 @@
 """Runs the scheduler's steps on one device: copies, prefill, decode, and the codes back to the host.
 
 Owns the device's memory of requests (pages and slot tables) and nothing else: no queue, no policy, no audio. A step is
-launched and its codes fetched later; on a GPU the host does not wait in between.
+launched and its codes fetched later; on a GPU the host does not wait in between. Where memory runs out, the step is
+repeated in halves: rows do not depend on their company, so the codes are the same.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from sottovoce.engine.graphs import HostCopy, Launcher, pinned
 from sottovoce.engine.request import Capacity, Chunk, Row, Step, Swap
 from sottovoce.engine.step import Pages, StepModel
 from sottovoce.engine.tables import TEXT_RING_ROWS, SlotTables
+from sottovoce.memory.oom import Guard, forget_frames
 from sottovoce.model.network import Network
-from sottovoce.model.prompt import EmbeddedPrompt
+from sottovoce.model.prompt import EmbeddedPrompt, PromptPlan, embed_prompt
 from sottovoce.types import Sampling
 
 PREFILL_BLOCKS = (8, 16, 32, 64)  # prompt rows that go through the layers together, with graphs
@@ -31,11 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Job:
-    """What the device needs of a request beside its row: the embedded prompt, how to draw, and a seed."""
+    """What the device needs of a request beside its row: the prompt, how to draw, and a seed. The prompt's rows are
+    made when the request gets its slot: those who wait take nothing of the device."""
 
-    prompt: EmbeddedPrompt
+    plan: PromptPlan
     sampling: Sampling
     seed: int
+    prompt: EmbeddedPrompt | None = field(default=None, repr=False)
     saved: dict[str, Tensor] | None = field(default=None, repr=False)  # slot state while preempted
 
 
@@ -48,10 +52,18 @@ class Runner:
         capacity: the scheduler's.
         max_positions: longest sequence of one request.
         use_graphs: capture steps on a GPU.
+        guard: for when memory runs out.
     """
 
     def __init__(
-        self, network: Network, ops: Ops, capacity: Capacity, max_positions: int, *, use_graphs: bool = True
+        self,
+        network: Network,
+        ops: Ops,
+        capacity: Capacity,
+        max_positions: int,
+        *,
+        use_graphs: bool = True,
+        guard: Guard | None = None,
     ) -> None:
         self.model = StepModel(network, ops, max_positions)
         device, dtype = self.model.device, self.model.dtype
@@ -60,7 +72,10 @@ class Runner:
         self.kv = Pages.empty(network, capacity.num_pages, capacity.page_tokens)
         self.tables.pages.fill_(capacity.num_pages)  # unset entries point at the scratch page
         self.launcher = Launcher(device, use_graphs=use_graphs)
-        self._host_pages: dict[int, Tensor] = {}
+        self.guard = Guard(device) if guard is None else guard
+        self.guard.may_drop(self.launcher.forget)
+        self._batches = capacity.batches
+        self._host_pages: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def num_bytes(self) -> dict[str, int]:
@@ -112,7 +127,7 @@ class Runner:
         if step.page_entries:
             device = self.model.device
             entries = pinned(list(zip(*step.page_entries, strict=True)), torch.int64, device)
-            entries = entries.to(device, non_blocking=True)
+            entries = self.guard.again(lambda: entries.to(device, non_blocking=True))
             self.tables.pages[entries[0], entries[1]] = entries[2].int()
         self._prefill([chunk for chunk in step.prefill if chunk.row.id in jobs], jobs, fail)
         if not step.rows:
@@ -121,16 +136,64 @@ class Runner:
             if frame and frame % (TEXT_RING_ROWS // 2) == 0 and row.id in jobs:
                 self._fill_text(slot, jobs[row.id].prompt.trailing, frame + TEXT_RING_ROWS // 2)
         try:
-            return HostCopy(self._decode(step.slots))
-        except Exception:  # whatever it is, it must cost one request at most
-            return HostCopy(self._decode_alone(step, jobs, history, fail))
+            codes = self._decode_rows(step, jobs, history, fail)
+        except Exception as error:  # whatever it is, it must cost one request at most
+            forget_frames(error)
+            codes = None
+        if codes is None:  # outside of the handler, whose frames hold the tensors of the failed step
+            codes = self._decode_alone(step, jobs, history, fail)
+        return self.guard.again(HostCopy, codes)
 
-    @staticmethod
-    def _guard(fail: Callable[[Row, Exception], None], row: Row, work: Callable[..., None], *arguments: Any) -> None:
+    def _guard(
+        self, fail: Callable[[Row, Exception], None], row: Row, work: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Work for one row that can be repeated."""
         try:
-            work(*arguments)
+            self.guard.again(work, *arguments)
         except Exception as error:
             fail(row, error)
+
+    def _decode_rows(
+        self,
+        step: Step,
+        jobs: Mapping[Hashable, Job],
+        history: Callable[[Row], list[int]],
+        fail: Callable[[Row, Exception], None],
+    ) -> Tensor:
+        """All rows at once, or in as many parts as memory needs."""
+        rows = list(enumerate(zip(step.rows, step.slots)))
+        tried: set[int] = set()
+        codes: list[Tensor] = []
+
+        def decode(part: Sequence[tuple[int, tuple[Row, int]]]) -> None:
+            for _, (row, slot) in part:
+                if slot in tried and row.id in jobs:
+                    self._unmark(row, slot, history)
+            slots = [slot for _, (_, slot) in part]
+            tried.update(slots)
+            size = next(size for size in self._batches if size >= len(slots))
+            out = self._decode(slots + [self.tables.scratch] * (size - len(slots)))
+            if len(part) == len(rows):
+                codes[:] = [out]
+                return
+            if not codes:  # the outputs of graphs are overwritten by the next part
+                codes.append(out.new_full((len(step.slots), out.shape[1]), -1))
+            first = part[0][0]
+            codes[0][first : first + len(part)] = out[: len(part)]
+
+        for part, outcome in self.guard.in_parts("decode", rows, decode, self._batches):
+            if isinstance(outcome, Exception):
+                fail(part[0][1][0], outcome)
+        if not codes:  # not one row could be decoded
+            width = self.model.config.talker.num_code_groups
+            return torch.full((len(step.slots), width), -1, dtype=torch.int64, device=self.model.device)
+        return codes[0]
+
+    def _unmark(self, row: Row, slot: int, history: Callable[[Row], list[int]]) -> None:
+        """A step moves its rows on at its very end, so all that a failed one can have left behind is a mark in
+        `seen`."""
+        self.tables.seen[slot] = 0
+        self.tables.seen[slot, history(row)] = 1
 
     def _decode_alone(
         self,
@@ -139,15 +202,13 @@ class Runner:
         history: Callable[[Row], list[int]],
         fail: Callable[[Row, Exception], None],
     ) -> Tensor:
-        """Repeats a failed decode row by row. A step moves its rows on at its very end, so all that a failed one can
-        have left behind is a mark in `seen`."""
+        """Repeats a failed decode row by row."""
         codes = torch.full((len(step.slots), self.model.config.talker.num_code_groups), -1, device=self.model.device)
         for index, (row, slot) in enumerate(zip(step.rows, step.slots, strict=False)):
             if row.id not in jobs:
                 continue  # it ended, or failed a moment ago
             try:
-                self.tables.seen[slot] = 0
-                self.tables.seen[slot, history(row)] = 1
+                self._unmark(row, slot, history)
                 codes[index] = self._decode([slot])[0]
             except Exception as error:
                 fail(row, error)
@@ -161,39 +222,46 @@ class Runner:
             parts = [jobs[chunk.row.id].prompt.rows[chunk.start : chunk.stop] for chunk in chunks]
             places = [(chunk.slot, at) for chunk in chunks for at in range(chunk.start, chunk.stop)]
             if places:
-                self._prefill_blocks(torch.cat(parts), places)
+                self._prefill_blocks(self.guard.again(torch.cat, parts), places)
+            return
         except Exception as error:
+            forget_frames(error)
             if len(chunks) == 1:
                 fail(chunks[0].row, error)
                 return
-            for chunk in chunks:
-                self._prefill([chunk], jobs, fail)
+        for chunk in chunks:
+            self._prefill([chunk], jobs, fail)
 
     def _prefill_blocks(self, rows: Tensor, places: list[tuple[int, int]]) -> None:
+        """Raises what went wrong with a block, if memory is short with one of the least size."""
+        sizes = [size for size in PREFILL_BLOCKS if self.launcher.is_graphed or size <= PLAIN_BLOCK]
+
+        def prefill(part: Sequence[int]) -> None:
+            size = next(size for size in sizes if size >= len(part))
+            if not self.launcher.is_graphed and self.guard.limits.most("prompt", sizes[-1]) == sizes[-1]:
+                size = sizes[-1]
+            self._prefill_block(rows[part[0] : part[-1] + 1], places[part[0] : part[-1] + 1], size)
+
+        for _, outcome in self.guard.in_parts("prompt", range(len(rows)), prefill, sizes):
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    def _prefill_block(self, block: Tensor, places: Sequence[tuple[int, int]], size: int) -> None:
         model, scratch = self.model, self.tables.scratch
-        sizes = PREFILL_BLOCKS if self.launcher.is_graphed else (PLAIN_BLOCK,)
-        for first in range(0, len(rows), sizes[-1]):
-            block = rows[first : first + sizes[-1]]
-            slots, positions = (list(column) for column in zip(*places[first : first + len(block)], strict=True))
-            size = next(bucket for bucket in sizes if bucket >= len(block))
-            padding = size - len(block)
-            block = torch.cat((block, block.new_zeros(padding, block.shape[1])))
-            slots, positions = slots + [scratch] * padding, positions + [-1] * padding
-            inputs = (
-                block,
-                pinned(slots, torch.int64, model.device),
-                pinned(positions, torch.int32, model.device),
-            )
-            self.launcher.run(
-                ("prefill", size),
-                lambda *inputs: model.prefill(self.tables, self.kv, *inputs),
-                inputs,
-                lambda size=size: (
-                    torch.zeros(size, self.tables.next_input.shape[1], dtype=model.dtype, device=model.device),
-                    torch.full((size,), scratch, device=model.device),
-                    torch.full((size,), -1, dtype=torch.int32, device=model.device),
-                ),
-            )
+        slots, positions = (list(column) for column in zip(*places, strict=True))
+        padding = size - len(block)
+        block = torch.cat((block, block.new_zeros(padding, block.shape[1])))
+        slots, positions = slots + [scratch] * padding, positions + [-1] * padding
+        self.launcher.run(
+            ("prefill", size),
+            lambda *inputs: model.prefill(self.tables, self.kv, *inputs),
+            (block, pinned(slots, torch.int64, model.device), pinned(positions, torch.int32, model.device)),
+            lambda: (
+                torch.zeros(size, self.tables.next_input.shape[1], dtype=model.dtype, device=model.device),
+                torch.full((size,), scratch, device=model.device),
+                torch.full((size,), -1, dtype=torch.int32, device=model.device),
+            ),
+        )
 
     def _decode(self, slots: list[int]) -> Tensor:
         model = self.model
@@ -206,6 +274,8 @@ class Runner:
 
     def _begin(self, row: Row, slot: int, jobs: Mapping[Hashable, Job]) -> None:
         job = jobs[row.id]
+        with torch.no_grad():
+            job.prompt = embed_prompt(self.model.network, job.plan)
         trailing = job.prompt.trailing
         self.tables.begin(slot, row.num_prompt, job.prompt.rows[-1], len(trailing), job.sampling, job.seed)
         for first in (0, TEXT_RING_ROWS // 2):
@@ -222,16 +292,15 @@ class Runner:
         job = jobs[swap.row.id]
         job.saved = self.tables.save(swap.slot)
         for page, host_page in zip(swap.pages, swap.host_pages, strict=True):
-            both = torch.stack((self.kv.keys[:, page], self.kv.values[:, page]))
-            self._host_pages[host_page] = both.to("cpu", copy=True)
+            both = (self.kv.keys[:, page], self.kv.values[:, page])
+            self._host_pages[host_page] = tuple(half.to("cpu", copy=True) for half in both)
 
     def _swap_in(self, swap: Swap, jobs: Mapping[Hashable, Job]) -> None:
         job = jobs[swap.row.id]
         self.tables.restore(swap.slot, job.saved)
-        job.saved = None
         for page, host_page in zip(swap.pages, swap.host_pages, strict=False):
-            both = self._host_pages.pop(host_page)
-            self.kv.keys[:, page], self.kv.values[:, page] = (
-                both[0].to(self.model.device),
-                both[1].to(self.model.device),
-            )
+            keys, values = self._host_pages[host_page]
+            self.kv.keys[:, page], self.kv.values[:, page] = keys.to(self.model.device), values.to(self.model.device)
+        job.saved = None  # last, so that it can be repeated
+        for host_page in swap.host_pages:
+            del self._host_pages[host_page]

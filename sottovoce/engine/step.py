@@ -105,10 +105,11 @@ class StepModel:
         codes, next_input = self._run_frame(
             x, position, pages, kv.keys, kv.values, numbers.first_rows, numbers.other_rows, limits, text
         )
-        # Last, so that a step that fails on its way has moved nothing on.
+        next_position, next_frame = torch.where(position < 0, position, position + 1), frame + 1
+        # Last, and without taking memory, so that a step that fails on its way has moved nothing on.
         tables.next_input.index_copy_(0, slots, next_input)
-        tables.ints[POSITION].index_copy_(0, slots, torch.where(position < 0, position, position + 1))
-        tables.longs[FRAME].index_copy_(0, slots, frame + 1)
+        tables.ints[POSITION].index_copy_(0, slots, next_position)
+        tables.longs[FRAME].index_copy_(0, slots, next_frame)
         return codes
 
     @torch.no_grad()

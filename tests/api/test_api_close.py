@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sottovoce.codec.fast import slot_decoder
-from sottovoce.engine import engine as engine_module
+from sottovoce.engine import runner as runner_module
 from sottovoce.engine.audio import AudioStage, Stream
 from sottovoce.model.weights import load_codec
 from sottovoce.types import OutOfMemoryError, SottovoceError
@@ -219,15 +219,15 @@ def test_a_step_that_fails_costs_one_request(tts, items, alone, monkeypatch):
 
 
 def test_memory_that_ran_out_costs_one_request(tts, items, alone, monkeypatch):
-    embed, failed = engine_module.embed_prompt, []
+    embed, failed = runner_module.embed_prompt, []
 
     def failing(network, plan):
-        if not failed:
+        if not failed or plan is failed[0]:
             failed.append(plan)
             raise MemoryError("no more")
         return embed(network, plan)
 
-    monkeypatch.setattr(engine_module, "embed_prompt", failing)
+    monkeypatch.setattr(runner_module, "embed_prompt", failing)
     error = check_one_lost(tts, items, alone, 0, "load with fewer max_rows")
     assert isinstance(error, OutOfMemoryError)
 
