@@ -29,14 +29,14 @@ from sottovoce.config import CodecDecoderConfig
 
 
 class RMSNorm(nn.Module):
-    """Normalizes in fp32, casts back, then scales: the order matters in bf16."""
+    """Normalizes in fp32 at least, casts back, then scales: the order matters in bf16."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 

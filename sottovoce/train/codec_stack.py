@@ -23,7 +23,10 @@ from sottovoce.train.codec_snake import snake_backward, snake_into
 
 
 def waveform(decoder: CodecDecoder, latents: Tensor, tails: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """As `CodecDecoder.waveform`: latents [B, D, T] -> samples [B, T * rates] and the next tails."""
+    """As `CodecDecoder.waveform`: latents [B, D, T] -> samples [B, T * rates] and the next tails.
+
+    The last convolution, its tail and the samples are in float32 at least.
+    """
     old, new = iter(tails), []
 
     def conv(layer: CausalConv1d | CausalConvTranspose1d, x: Tensor, snake: Snake | None) -> Tensor:
@@ -51,6 +54,7 @@ class _Kind(NamedTuple):
     dilation: int = 1
     padding: int = 0
     transposed: bool = False
+    is_wide: bool = False  # computed in float32 even where activations are not
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         weight, bias = weight.to(x.dtype), bias.to(x.dtype)
@@ -73,7 +77,8 @@ _POINTWISE = _Kind(context=0)
 def _kind(layer: CausalConv1d | CausalConvTranspose1d) -> _Kind:
     conv = layer.conv
     is_transposed = isinstance(conv, nn.ConvTranspose1d)
-    return _Kind(layer.context, conv.stride[0], conv.dilation[0], conv.padding[0], is_transposed)
+    is_last = conv.out_channels == 1
+    return _Kind(layer.context, conv.stride[0], conv.dilation[0], conv.padding[0], is_transposed, is_wide=is_last)
 
 
 def _unit_parameters(unit: ResidualUnit) -> tuple[Tensor, ...]:
@@ -82,10 +87,10 @@ def _unit_parameters(unit: ResidualUnit) -> tuple[Tensor, ...]:
             unit.act2.alpha, unit.act2.beta, second.weight, second.bias)  # fmt: skip
 
 
-def _joined(x: Tensor, tail: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:
+def _joined(kind: _Kind, x: Tensor, tail: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:
     """[B, D, context + T]: the tail and behind it the activated x."""
-    context = tail.shape[-1]
-    joined = x.new_empty(*x.shape[:-1], context + x.shape[-1])
+    context, dtype = tail.shape[-1], torch.promote_types(x.dtype, torch.float32) if kind.is_wide else x.dtype
+    joined = x.new_empty(*x.shape[:-1], context + x.shape[-1], dtype=dtype)
     joined[..., :context] = tail
     if alpha is None:
         joined[..., context:] = x
@@ -106,7 +111,7 @@ class _ActivatedConv(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, kind: _Kind, x, tail, alpha, beta, weight, bias):
-        joined = _joined(x, tail, alpha, beta)
+        joined = _joined(kind, x, tail, alpha, beta)
         ctx.kind = kind
         ctx.save_for_backward(x, tail, alpha, beta, weight)
         ctx.set_materialize_grads(False)
@@ -119,7 +124,7 @@ class _ActivatedConv(torch.autograd.Function):
         kind: _Kind = ctx.kind
         if grad is None:
             grad = x.new_zeros(_output_shape(kind, x, weight))
-        joined = _joined(x, tail, alpha, beta)
+        joined = _joined(kind, x, tail, alpha, beta)
         grad, gw, gb = kind.backward(grad, joined, weight)
         del joined
         grad_tail, grad = _split_grad(grad, grad_next, kind.context)
@@ -140,7 +145,7 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, kind: _Kind, x, tail, a1, b1, w1, bias1, a2, b2, w2, bias2):
-        joined = _joined(x, tail, a1, b1)
+        joined = _joined(kind, x, tail, a1, b1)
         middle, following = kind.forward(joined, w1, bias1), joined[..., x.shape[-1] :].clone()
         del joined
         ctx.kind = kind
@@ -158,7 +163,7 @@ class _Unit(torch.autograd.Function):
             grad = torch.zeros_like(x)
         inner, gw2, gbias2 = _POINTWISE.backward(grad, snake_into(middle, a2, b2), w2)
         inner, ga2, gb2 = snake_backward(middle, inner, a2, b2)
-        joined = _joined(x, tail, a1, b1)
+        joined = _joined(kind, x, tail, a1, b1)
         inner, gw1, gbias1 = kind.backward(inner, joined, w1)
         del joined
         grad_tail, inner = _split_grad(inner, grad_next, kind.context)

@@ -1,0 +1,121 @@
+"""The codec's two networks as training runs them: whole clips, differentiable, each part in its own slices of time.
+
+The parts differ in what they cost, so each has its own cut: convolutions at 24 kHz hold nearly all of the memory, the
+transformers at 25 and 12.5 Hz little. Knows no losses, no codebooks, and not which cut is wise (`codec_plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sottovoce.codec.decoder import CodecDecoder
+from sottovoce.codec.encoder import CausalTransformer, CodecEncoder
+from sottovoce.codec.layers import Tails, zero_tails
+from sottovoce.codec.state import DecoderState, EncoderState
+from sottovoce.train.codec_stack import waveform
+from sottovoce.train.slices import Slices, run_sliced
+
+
+@dataclass(frozen=True)
+class CodecSlices:
+    """How each part is cut. None computes a part at once and keeps all that ordinary autograd keeps.
+
+    Args:
+        samples: the encoder's convolutions; steps are samples, whole frames of them.
+        steps: its transformer (25 Hz). Without a window it cannot be cut in time: then layers are computed again.
+        frames: the decoder's transformer and upsampling (12.5 Hz).
+        latents: its convolution stack (50 Hz), by far the dearest.
+    """
+
+    samples: Slices | None = None
+    steps: Slices | None = None
+    frames: Slices | None = None
+    latents: Slices | None = None
+
+
+PLAIN = CodecSlices()
+
+
+def encode_features(
+    encoder: CodecEncoder, samples: Tensor, window: int | None = None, slices: CodecSlices = PLAIN
+) -> Tensor:
+    """Samples [B, N] -> what the quantizer searches, [B, D, N / frame_samples]; see `CodecEncoder` for `window`.
+
+    N is a multiple of `frame_samples`: then the company of longer clips cannot change the last frame.
+    """
+    batch, length = samples.shape
+    assert length % encoder.frame_samples == 0, "pad clips to whole frames"
+    stack, transformer = encoder.encoder, encoder.encoder_transformer
+
+    def convolve(x: Tensor, tails: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        carried = Tails(tails)
+        return stack(x, carried), carried.new
+
+    tails = zero_tails(stack, batch, samples.device, samples.dtype)
+    x = run_sliced(convolve, stack, samples[:, None], tails, slices.samples)
+    if window is None and slices.steps is not None:
+        x = _layer_by_layer(transformer, x.transpose(1, 2)).transpose(1, 2)
+    else:
+        state = encoder.initial_state(batch, x.device, x.dtype)
+        num_layers = len(state.keys)
+
+        def attend(x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            position, keys, values = state[0], state[1 : 1 + num_layers], state[1 + num_layers :]
+            past = EncoderState(position, list(keys), list(values), [])
+            y, keys, values = transformer(x.transpose(1, 2), past, window)
+            return y.transpose(1, 2), [position + x.shape[-1], *keys, *values]
+
+        x = run_sliced(attend, transformer, x, [state.position, *state.keys, *state.values], slices.steps)
+    edge = x[..., :1].expand(-1, -1, encoder.downsample.context)  # this convolution repeats the edge instead of zeros
+    return encoder.downsample(x, Tails([edge]))
+
+
+def _layer_by_layer(transformer: CausalTransformer, x: Tensor) -> Tensor:
+    """x [B, T, D], a clip from its beginning; each layer sees the whole past and is computed again in backward."""
+    cos, sin = transformer._rotary(torch.arange(x.shape[1], device=x.device)[None], x.dtype)
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+
+    def run(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x, *layer.keys_values(x, cos, sin), cos, sin, mask)
+
+    for layer in transformer.layers:
+        x = checkpoint(run, layer, x, use_reentrant=False)
+    return x
+
+
+def decode_vectors(
+    decoder: CodecDecoder, vectors: Tensor, slices: CodecSlices = PLAIN, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Vectors [B, D, T] of the quantizer -> samples [B, T * frame_samples], not clamped.
+
+    Args:
+        dtype: of the convolution stack's activations where it is cut, by default that of the weights; the wave is in
+            float32 at least.
+    """
+    state = decoder.initial_state(vectors.shape[0])
+    num_layers, num_tails = len(state.keys), decoder.num_latent_tails
+
+    def cheap(x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        position, *rest = state
+        keys, values, tails = rest[:num_layers], rest[num_layers : 2 * num_layers], rest[2 * num_layers :]
+        y, after = decoder.latents_of(x, DecoderState(position, keys, values, tails))
+        return y, [after.position, *after.keys, *after.values, *after.tails]
+
+    def dear(x: Tensor, tails: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        wave, tails = waveform(decoder, x, tails)
+        return wave, tails
+
+    first = nn.ModuleList([decoder.pre_conv, decoder.pre_transformer, decoder.upsample])
+    begin = [state.position, *state.keys, *state.values, *state.tails[:num_tails]]
+    latents = run_sliced(cheap, first, vectors, begin, slices.frames)
+    if slices.latents is None:
+        return decoder.waveform(latents, state.tails[num_tails:])[0]
+    dtype = dtype or latents.dtype
+    tails = zero_tails(decoder.decoder, len(latents), latents.device, dtype)
+    tails[-1] = tails[-1].to(torch.promote_types(dtype, torch.float32))
+    return run_sliced(dear, decoder.decoder, latents.to(dtype), tails, slices.latents)
