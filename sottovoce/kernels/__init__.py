@@ -101,10 +101,11 @@ def _torch(reason: str) -> Ops:
 
 
 def _triton(tuning: Tuning) -> Ops:
-    from sottovoce.kernels.triton_ops import TritonOps, attention_workspace
+    from sottovoce.kernels.triton_ops import attention_workspace
+    from sottovoce.kernels.triton_quant_ops import TritonQuantOps
 
     reason = "Triton kernels" + (" with programmatic dependent launch" if tuning.pdl else "")
-    return _table(TritonOps(tuning), "triton", reason, attention_workspace, tuning)
+    return _table(TritonQuantOps(tuning), "triton", reason, attention_workspace, tuning)
 
 
 def _table(

@@ -1,8 +1,8 @@
 """A quantized matrix times a vector on a CPU in float32, without a widened copy of the matrix in memory.
 
-Rows are widened a block at a time into buffers that stay in the caches, and multiplied there. It takes longer than
-reading float32 would (half as long again for int8, two to three times for int4 and fp8, on one core), for a quarter or an eighth of the
-bytes. Always the same blocks, so always the same order of sums. What the bytes mean is said in `quantized`.
+Rows are widened a block at a time into buffers that stay in the caches, and multiplied there. On one core it takes half
+as long again as reading float32 would for int8, and two to three times as long for int4 and fp8, for a quarter or an
+eighth of the bytes. Always the same blocks, so always the same order of sums. What bytes mean is said in `quantized`.
 """
 
 from __future__ import annotations

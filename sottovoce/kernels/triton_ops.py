@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sottovoce.kernels.quantized import QuantWeight
 from sottovoce.kernels.tables import Embed, Limits, SampleRows
 from sottovoce.kernels.tiles import Tuning, padded_rows, power_of_two
 from sottovoce.kernels.triton_attention import attend_kernel, attend_short_kernel
@@ -71,7 +72,7 @@ class TritonOps:
             x if norm is None else norm,
             weight,
             out,
-            x if prefetch is None else prefetch,
+            self._next(x, prefetch),
             len(x),
             eps,
             INNER=inner,
@@ -126,7 +127,7 @@ class TritonOps:
             parts,
             stats,
             done,
-            qkv if prefetch is None else prefetch,
+            self._next(qkv, prefetch),
             eps,
             head_dim**-0.5,
             max_pages,
@@ -171,7 +172,7 @@ class TritonOps:
             k_cache,
             v_cache,
             out,
-            qkv if prefetch is None else prefetch,
+            self._next(qkv, prefetch),
             position,
             eps,
             head_dim**-0.5,
@@ -221,7 +222,7 @@ class TritonOps:
             embed.x if has_table else unused,
             embed.text if is_last else unused,
             embed.next_input if is_last else unused,
-            unused if prefetch is None else prefetch,
+            self._next(unused, prefetch),
             codebook,
             limits.eos if limits else -1,
             embed.x.stride(0) if has_table else 0,
@@ -253,7 +254,7 @@ class TritonOps:
             weight,
             x if extra is None else extra,
             out,
-            x if prefetch is None else prefetch,
+            self._next(x, prefetch),
             len(x),
             eps,
             out.stride(0),
@@ -293,8 +294,15 @@ class TritonOps:
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         return {"PRECISION": precision, "PDL": self.tuning.pdl, **self._hint(prefetch)}
 
-    def _hint(self, prefetch: Tensor | None) -> dict:
-        size = 0 if prefetch is None else min(self.tuning.prefetch_bytes, prefetch.nbytes)
+    @staticmethod
+    def _next(unused: Tensor, prefetch: Tensor | QuantWeight | None) -> Tensor:
+        """What a kernel is given as the weights to come: those of the hint, or something that it does not read."""
+        if prefetch is None:
+            return unused
+        return prefetch.data if isinstance(prefetch, QuantWeight) else prefetch
+
+    def _hint(self, prefetch: Tensor | QuantWeight | None) -> dict:
+        size = 0 if prefetch is None else min(self.tuning.prefetch_bytes, prefetch.data.nbytes)
         return {"next_bytes": size, "PREFETCH": size > 0}
 
     def _launch(self, num_warps: int) -> dict:

@@ -1,0 +1,66 @@
+"""Tile sizes of the kernels for quantized weights, chosen from shapes alone.
+
+Their sums are of whole numbers, so nothing here can change a bit of a result: all of it may be measured and set for a
+card. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sottovoce.kernels.tiles import padded_rows, power_of_two
+
+
+@dataclass(frozen=True)
+class VectorTile:
+    rows: int  # BN: weight rows a program owns
+    warps: int
+
+
+@dataclass(frozen=True)
+class MatrixTile:
+    slices: int  # S: warps of a program, each with its own share of K
+    columns: int  # BK: bytes of a weight row that a slice takes at a time
+    rows: int  # BN
+    stages: int
+
+
+@dataclass(frozen=True)
+class QuantTuning:
+    """Everything that may be measured. `overrides` have the key (kind, format, N, K)."""
+
+    vector_rows: int = 2  # up to this many batch rows go through the weights one by one, without tensor cores
+    program_bytes: int = 16 << 10  # of weights that one program of the vector kernel holds in registers
+    programs: int = 264  # at least so many, where the rows allow it: two for each processor of an H100
+    slices: int = 4
+    columns: int = 128
+    max_rows: int = 32
+    stages: int = 3
+    shared_bytes: int = 96 << 10
+    vector_overrides: dict[tuple[str, str, int, int], VectorTile] = field(default_factory=dict)
+    matrix_overrides: dict[tuple[str, str, int, int], MatrixTile] = field(default_factory=dict)
+
+    def vector(self, kind: str, name: str, n: int, k: int, row_bytes: int) -> VectorTile:
+        """`kind` is "linear" or "pair" (two weight rows at a time); n outputs, k inputs."""
+        if (kind, name, n, k) in self.vector_overrides:
+            return self.vector_overrides[kind, name, n, k]
+        pair = 2 if kind == "pair" else 1
+        rows = 16
+        while rows > 1 and (rows * pair * power_of_two(row_bytes) > self.program_bytes or n < rows * self.programs):
+            rows //= 2
+        # A warp reads 512 bytes at a time; more warps than pieces would hold copies.
+        pieces = max(1, rows * pair * power_of_two(row_bytes) // 512)
+        return VectorTile(rows, min(4 if row_bytes <= 4096 else 8, pieces))
+
+    def matrix(self, kind: str, name: str, batch: int, n: int, k: int) -> MatrixTile:
+        if (kind, name, n, k) in self.matrix_overrides:
+            return self.matrix_overrides[kind, name, n, k]
+        pair = 2 if kind == "pair" else 1
+        columns = 64 if name == "int4" else self.columns  # int4: a group is 64 bytes
+        batch_rows = padded_rows(batch)
+        # Sums are kept twice, for the upper and the lower byte of the inputs: 64 rows leave few registers.
+        limit = min(self.max_rows, 1024 // batch_rows // pair * 2)
+        rows = next((r for r in (32, 16) if r <= limit and n // r >= self.programs // 2), 16)
+        inputs = 2 * batch_rows * (2 if name == "int4" else 1)
+        stage_bytes = self.slices * columns * (rows * pair + inputs)
+        return MatrixTile(self.slices, columns, rows, max(1, min(self.stages, self.shared_bytes // stage_bytes)))

@@ -1,0 +1,306 @@
+"""Projections with int8 and int4 weights as Triton kernels: no sum in them depends on an order.
+
+An input row is written as whole numbers of 15 bits times a power of two, x = step * (256 high + low), high and low
+bytes; the weights are whole numbers times a scale a row (`quantized`). So a product is two sums of products of bytes,
+exact in 32 bits, and one rounding at the end:
+
+    y[b, n] = step[b] * scales[n] * (256 * sum(high * q) + sum(low * q))
+
+Any tile, any number of rows and either of the two kernels gives the same bits. What the inputs lose is at most 2^-14 of
+the row's largest: of its length, sqrt(K) * 2^-14 / sqrt(12) at the very worst, where bfloat16 has rounded by 2^-9. For
+bfloat16 inputs that are at least 1/64 of the largest nothing is lost.
+
+`gemv_kernel` has a program a row and a tile of weights, four products of bytes an instruction, and asks for all of a
+program's weights before the inputs are there. `gemm_kernel` uses tensor cores; its inputs come from
+`whole_rows_kernel`. Sums stay below 2^31: low bytes are at most 128 in size, so sums of int8 at most 127 * 128 * K, and
+of int4, multipliers of 127 included, 8 * 127 * 128 * K, for K up to 16,384.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sottovoce.kernels.triton_common import apply_norm, let_next_start, prefetch_l2, wait_for_previous
+from sottovoce.kernels.triton_linear import swiglu
+
+_UPPER = tl.constexpr(0xF0F0F0F0 - (1 << 32))  # the upper four bits of each byte of a word
+
+
+@triton.jit
+def largest_bits(x):
+    """The largest size in x as the bits of a float32; what is not finite is larger than all that is."""
+    return tl.max(x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+
+
+@triton.jit
+def step_of(bits):
+    """(1 / p, step) for a row whose largest size has these bits: p is the power of two at or below it."""
+    power = bits & 0x7F800000
+    inverse = (254 << 23) - power
+    return inverse.to(tl.float32, bitcast=True), power.to(tl.float32, bitcast=True) * (1.0 / 8192.0)
+
+
+@triton.jit
+def whole(x, inverse):
+    """int32 of at most 2^14 in size. Both products are of powers of two, so exact."""
+    return tl.floor(x.to(tl.float32) * inverse * 8192.0 + 0.5).to(tl.int32)
+
+
+@triton.jit
+def high_byte(number):
+    return (number + 128) >> 8
+
+
+@triton.jit
+def low_byte(number):
+    return number - (high_byte(number) << 8)
+
+
+@triton.jit
+def words(numbers):
+    """Bytes [Q, 4, 4] -> words [Q, 4], the first byte lowest."""
+    return tl.sum((numbers & 255) << (8 * tl.arange(0, 4))[None, None, :], 2)
+
+
+@triton.jit
+def dot4(a, b, total, DP4A: tl.constexpr):
+    """total + the sum of the products of the four signed bytes of a and b."""
+    if DP4A:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, total], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        for byte in tl.static_range(4):
+            total += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
+        return total
+
+
+@triton.jit
+def load_inputs(x_ptr, norm_ptr, b, at, K: tl.constexpr, NORM: tl.constexpr):
+    """Elements `at` [Q, 4, 4] of row b in x's dtype, zeros beyond K, and the weights of the norm there."""
+    x = tl.load(x_ptr + b * K + at, mask=at < K, other=0.0)
+    if NORM:
+        return x, tl.load(norm_ptr + at, mask=at < K, other=0.0)
+    else:
+        return x, x
+
+
+@triton.jit
+def sum_of_squares(x):
+    x = x.to(tl.float32)
+    return tl.sum((x * x).to(tl.float64))
+
+
+@triton.jit
+def inverse_rms(total, eps, K: tl.constexpr):
+    """As `triton_common.row_scale`: the float64 sum loses its order in the rounding."""
+    return tl.rsqrt((total / K).to(tl.float32) + eps)
+
+
+@triton.jit
+def combine(high, low, scale):
+    """float32 from the two sums; the product with 256 is exact."""
+    return (high.to(tl.float32) * 256.0 + low.to(tl.float32)) * scale
+
+
+@triton.jit
+def times_inputs(w, m, high, low, high_up, low_up, INT4: tl.constexpr, DP4A: tl.constexpr):
+    """Two int32 sums [BN] of words w [BN, Q, 4] with input bytes [Q, 4]; int4: of columns p, and of p + 64 (`_up`)."""
+    zero = tl.zeros_like(w)
+    if INT4:
+        under, upper = (w << 4) & _UPPER, w & _UPPER
+        above = tl.sum(dot4(upper, high_up[None], dot4(under, high[None], zero, DP4A), DP4A), 2)
+        below = tl.sum(dot4(upper, low_up[None], dot4(under, low[None], zero, DP4A), DP4A), 2)
+        return tl.sum((above >> 4) * m, 1), tl.sum((below >> 4) * m, 1)
+    else:
+        above = tl.sum(dot4(w, high[None], zero, DP4A), 2)
+        below = tl.sum(dot4(w, low[None], zero, DP4A), 2)
+        return tl.sum(above, 1), tl.sum(below, 1)
+
+
+@triton.jit
+def load_words(w_ptr, n, quads, N: tl.constexpr, WORDS: tl.constexpr, Q: tl.constexpr, EVEN: tl.constexpr):
+    """Words [BN, Q, 4] of rows n."""
+    at = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
+    pointer = w_ptr + n[:, None, None] * WORDS + at[None]
+    if EVEN:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=(n < N)[:, None, None] & (at < WORDS)[None], other=0)
+
+
+@triton.jit
+def load_multipliers(m_ptr, n, quads, N: tl.constexpr, GROUPS: tl.constexpr):
+    """int32 [BN, Q]: four quads of words are a group of 128."""
+    group = quads // 4
+    mask = (n < N)[:, None] & (group < GROUPS)[None]
+    return tl.load(m_ptr + n[:, None] * GROUPS + group[None], mask=mask, other=0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["next_bytes", "out_stride"])
+def gemv_kernel(
+    x_ptr, norm_ptr, w_ptr, m_ptr, s_ptr, extra_ptr, out_ptr, next_ptr, eps, out_stride, next_bytes,
+    N: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, Q: tl.constexpr,
+    INT4: tl.constexpr, PAIR: tl.constexpr, EPILOGUE: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
+    BN: tl.constexpr, DP4A: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row and a tile of out [B, N], whose rows are `out_stride` apart. PAIR: silu(row n) * row n + N of a weight of 2 N."""
+    b, pid = tl.program_id(0), tl.program_id(1)
+    n, quads = pid * BN + tl.arange(0, BN), tl.arange(0, Q)
+    let_next_start(PDL)
+    w = load_words(w_ptr, n, quads, N, WORDS, Q, EVEN)
+    scales = tl.load(s_ptr + n, mask=n < N, other=0.0)
+    m = load_multipliers(m_ptr, n, quads, N, GROUPS) if INT4 else scales
+    if PAIR:
+        w_up = load_words(w_ptr + N * WORDS, n, quads, N, WORDS, Q, EVEN)
+        scales_up = tl.load(s_ptr + N + n, mask=n < N, other=0.0)
+        m_up = load_multipliers(m_ptr + N * GROUPS, n, quads, N, GROUPS) if INT4 else scales_up
+    wait_for_previous(PDL)
+
+    # Where the inputs of each word's bytes are. int4: columns p in the lower four bits, p + 64 in the upper.
+    word = quads[:, None, None] * 4 + tl.arange(0, 4)[None, :, None]
+    byte = tl.arange(0, 4)[None, None, :]
+    at = (word // 16) * 128 + (word % 16) * 4 + byte if INT4 else word * 4 + byte
+    x, weight = load_inputs(x_ptr, norm_ptr, b, at, K, NORM)
+    if INT4:
+        x_up, weight_up = load_inputs(x_ptr, norm_ptr, b, at + 64, K, NORM)
+    if NORM:
+        total = sum_of_squares(x)
+        if INT4:
+            total += sum_of_squares(x_up)
+        rms = inverse_rms(total, eps, K)
+        x = apply_norm(x, rms, weight)
+        if INT4:
+            x_up = apply_norm(x_up, rms, weight_up)
+    bits = largest_bits(x)
+    if INT4:
+        bits = tl.maximum(bits, largest_bits(x_up))
+    inverse, step = step_of(bits)
+    numbers = whole(x, inverse)
+    high, low = words(high_byte(numbers)), words(low_byte(numbers))
+    if INT4:
+        numbers = whole(x_up, inverse)
+        high_up, low_up = words(high_byte(numbers)), words(low_byte(numbers))
+    else:
+        high_up, low_up = high, low
+    above, below = times_inputs(w, m, high, low, high_up, low_up, INT4, DP4A)
+    out = combine(above, below, scales * step)
+    if PAIR:
+        above, below = times_inputs(w_up, m_up, high, low, high_up, low_up, INT4, DP4A)
+        out = swiglu(out, combine(above, below, scales_up * step), out_ptr.dtype.element_ty)
+    else:
+        out = finish(out, extra_ptr, b * N + n, n, n < N, EPILOGUE, out_ptr.dtype.element_ty)
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    prefetch_l2(next_ptr, next_bytes, pid * tl.num_programs(0) + b, programs, PREFETCH)
+    tl.store(out_ptr + b * out_stride + n, out, mask=n < N)
+
+
+@triton.jit
+def finish(total, extra_ptr, place, n, mask, EPILOGUE: tl.constexpr, dtype: tl.constexpr):
+    """The sum in the model's dtype. EPILOGUE: "none", "bias" (extra [N]) or "residual" (extra [B, N])."""
+    if EPILOGUE == "bias":
+        total += tl.load(extra_ptr + n, mask=mask, other=0.0).to(tl.float32)
+    if EPILOGUE == "residual":
+        total = total.to(dtype).to(tl.float32) + tl.load(extra_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    return total.to(dtype)
+
+
+@triton.jit
+def whole_rows_kernel(
+    x_ptr, norm_ptr, out_ptr, step_ptr, eps, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row a program: high and low bytes of (normalized) x into int8 out [B, 2, KP], and its step."""
+    row, k = tl.program_id(0), tl.arange(0, BLOCK)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    x, weight = load_inputs(x_ptr, norm_ptr, row, k, K, NORM)
+    if NORM:
+        x = apply_norm(x, inverse_rms(sum_of_squares(x), eps, K), weight)
+    inverse, step = step_of(largest_bits(x))
+    numbers, place = whole(x, inverse), out_ptr + row * 2 * KP + k
+    tl.store(place, high_byte(numbers).to(tl.int8), mask=k < KP)
+    tl.store(place + KP, low_byte(numbers).to(tl.int8), mask=k < KP)
+    tl.store(step_ptr + row, step)
+
+
+@triton.jit
+def load_bytes(w_ptr, n, k, N: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Bytes [S, BK, BN] of rows n [BN], bytes k [S, BK] of each."""
+    pointer = w_ptr + n[None, None, :] * WIDTH + k[:, :, None]
+    if EVEN:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=(n < N)[None, None, :] & (k < WIDTH)[:, :, None], other=0)
+
+
+@triton.jit
+def load_whole(q_ptr, b, k, B, KP: tl.constexpr):
+    """Bytes [S, BB, BK] of rows b, columns k [S, BK]."""
+    mask = (b < B)[None, :, None] & (k < KP)[:, None, :]
+    return tl.load(q_ptr + b[None, :, None] * (2 * KP) + k[:, None, :], mask=mask, other=0)
+
+
+@triton.jit
+def add_chunk(
+    above, below, w_ptr, m_ptr, q_ptr, n, b, chunk, B, N: tl.constexpr, KP: tl.constexpr, WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr, INT4: tl.constexpr, EVEN: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of a chunk of columns to the two int32 sums [S, BB, BN]."""
+    slices, k = chunk * S + tl.arange(0, S), tl.arange(0, BK)
+    w = load_bytes(w_ptr, n, slices[:, None] * BK + k[None, :], N, WIDTH, EVEN)
+    if INT4:  # a slice is a group
+        under, upper = (w << 4).to(tl.int8, bitcast=True), (w & 0xF0).to(tl.int8, bitcast=True)
+        mask = (slices < GROUPS)[:, None] & (n < N)[None, :]
+        m = tl.load(m_ptr + n[None, :] * GROUPS + slices[:, None], mask=mask, other=0).to(tl.int32)[:, None, :]
+        at = slices[:, None] * 128 + k[None, :]
+        high = tl.dot(load_whole(q_ptr, b, at, B, KP), under, out_dtype=tl.int32)
+        high = tl.dot(load_whole(q_ptr, b, at + 64, B, KP), upper, high, out_dtype=tl.int32)
+        low = tl.dot(load_whole(q_ptr + KP, b, at, B, KP), under, out_dtype=tl.int32)
+        low = tl.dot(load_whole(q_ptr + KP, b, at + 64, B, KP), upper, low, out_dtype=tl.int32)
+        return above + (high >> 4) * m, below + (low >> 4) * m
+    else:
+        at = slices[:, None] * BK + k[None, :]
+        above = tl.dot(load_whole(q_ptr, b, at, B, KP), w, above, out_dtype=tl.int32)
+        below = tl.dot(load_whole(q_ptr + KP, b, at, B, KP), w, below, out_dtype=tl.int32)
+        return above, below
+
+
+@triton.jit(do_not_specialize=["B", "next_bytes", "out_stride"])
+def gemm_kernel(
+    q_ptr, step_ptr, w_ptr, m_ptr, s_ptr, extra_ptr, out_ptr, next_ptr, B, out_stride, next_bytes,
+    N: tl.constexpr, KP: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, INT4: tl.constexpr,
+    PAIR: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
+    BB: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [B, N] from the bytes of `whole_rows_kernel`; else as `gemv_kernel`. Weight rows are a product's N side."""
+    pid = tl.program_id(0)
+    n, b = pid * BN + tl.arange(0, BN), tl.program_id(1) * BB + tl.arange(0, BB)
+    let_next_start(PDL)
+    scales = tl.load(s_ptr + n, mask=n < N, other=0.0)
+    wait_for_previous(PDL)
+    above, below = tl.zeros((S, BB, BN), tl.int32), tl.zeros((S, BB, BN), tl.int32)
+    if PAIR:
+        above_up, below_up = tl.zeros((S, BB, BN), tl.int32), tl.zeros((S, BB, BN), tl.int32)
+    for chunk in tl.range(0, (WIDTH + S * BK - 1) // (S * BK), num_stages=STAGES):
+        above, below = add_chunk(
+            above, below, w_ptr, m_ptr, q_ptr, n, b, chunk, B, N, KP, WIDTH, GROUPS, INT4, EVEN, S, BK
+        )
+        if PAIR:
+            above_up, below_up = add_chunk(
+                above_up, below_up, w_ptr + N * WIDTH, m_ptr + N * GROUPS, q_ptr, n, b, chunk, B,
+                N, KP, WIDTH, GROUPS, INT4, EVEN, S, BK,
+            )  # fmt: skip
+    step = tl.load(step_ptr + b, mask=b < B, other=0.0)[:, None]
+    mask = (b < B)[:, None] & (n < N)[None, :]
+    out = combine(tl.sum(above, 0), tl.sum(below, 0), scales[None, :] * step)
+    if PAIR:
+        scales = tl.load(s_ptr + N + n, mask=n < N, other=0.0)
+        up = combine(tl.sum(above_up, 0), tl.sum(below_up, 0), scales[None, :] * step)
+        out = swiglu(out, up, out_ptr.dtype.element_ty)
+    else:
+        columns = tl.broadcast_to(n[None, :], (BB, BN))
+        out = finish(out, extra_ptr, b[:, None] * N + n[None, :], columns, mask, EPILOGUE, out_ptr.dtype.element_ty)
+    prefetch_l2(next_ptr, next_bytes, pid, tl.num_programs(0), PREFETCH)
+    tl.store(out_ptr + b[:, None] * out_stride + n[None, :], out, mask=mask)
