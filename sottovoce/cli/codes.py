@@ -29,7 +29,8 @@ def codec_digest(weights: Path) -> str:
 
 def pack_codes(codes: np.ndarray, about: Mapping[str, str]) -> bytes:
     """A file's bytes: `codes` int64 [T, K] stored as int16, `about` as metadata."""
-    return save({"codes": codes.astype(np.int16)}, {"format": FORMAT, "version": "1", **about})
+    # safetensors writes memory as it lies, and codes come transposed from the codec.
+    return save({"codes": np.ascontiguousarray(codes, np.int16)}, {"format": FORMAT, "version": "1", **about})
 
 
 def unpack_codes(data: bytes, name: str) -> tuple[np.ndarray, dict[str, str]]:

@@ -19,6 +19,11 @@ def test_codes_and_what_is_known_of_them_survive():
     assert about["source"] == "ann é.wav" and about["format"] == "sottovoce-codes"
 
 
+def test_codes_in_any_order_of_memory_survive():
+    codes, _ = unpack_codes(pack_codes(np.asfortranarray(CODES), {}), "x")
+    assert (codes == CODES).all()
+
+
 def test_a_numpy_file_has_codes_only():
     buffer = io.BytesIO()
     np.save(buffer, CODES)
