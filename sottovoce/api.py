@@ -20,20 +20,15 @@ import torch
 
 from sottovoce import hub
 from sottovoce.api_codec import LOAD_OPTIONS, Codec, as_dtype
+from sottovoce.assembly import build_engine, plan_for
 from sottovoce.attempts import Company, Prepared, about_item, streamed
 from sottovoce.audio.io import AudioInput
 from sottovoce.codec.codec import DecodeMode
-from sottovoce.codec.fast import SlotDecoder, slot_decoder
-from sottovoce.engine.audio import MAX_CHUNK_FRAMES, AudioStage
 from sottovoce.engine.driver import Driver
-from sottovoce.engine.engine import Engine
-from sottovoce.engine.request import Capacity
-from sottovoce.formats import Formats, describe, parse_formats
-from sottovoce.kernels import select
-from sottovoce.memory.probe import dtype_name, pick_device, release_cached
+from sottovoce.memory.describe import describe
+from sottovoce.memory.plan import Plan
+from sottovoce.memory.probe import DTYPES, dtype_name, pick_device, release_cached
 from sottovoce.model.prompt import build_prompt
-from sottovoce.model.weights import load_codec, load_network
-from sottovoce.quant.convert import formats_of
 from sottovoce.text.language import resolve_language
 from sottovoce.text.segment import budget_frames, is_speakable, split_text
 from sottovoce.text.tokenizer import TextTokenizer
@@ -55,9 +50,7 @@ __all__ = ["TTS", "Codec"]
 Notice = Callable[[str], None]
 Item = str | Request | Mapping[str, Any]
 
-PAGE_TOKENS = 16
-ROW_TOKENS = 1024  # KV positions a row gets on average: 80 s of speech; long requests take from the others
-MIN_TOKENS = 10240  # one request must be able to run to the published budget of 8,192 frames
+PLAN_OPTIONS = ("memory", "profile", "weights", "kv", "max_rows")
 OPTIONS = (*(f.name for kind in (Request, Sampling) for f in fields(kind)), "split")
 
 
@@ -69,44 +62,24 @@ class TTS:
 
     sample_rate = SAMPLE_RATE
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        weights: Formats,
-        max_rows: int,
-        is_hub: bool,
-        notice: Notice,
-    ) -> None:
-        self.folder, self.device, self.dtype = folder, device, dtype
+    def __init__(self, folder: Path, *, device: torch.device, plan: Plan, is_hub: bool, notice: Notice) -> None:
+        self.folder, self.device, self.plan = folder, device, plan
+        self.dtype = DTYPES[plan.layout.dtype]
         self._tokenizer = TextTokenizer.from_folder(folder, is_hub_snapshot=is_hub)
-        parts = ("talker", "predictor", "text_embedding")
-        network = load_network(folder, device=device, dtype=dtype, parts=parts, weights=weights)
-        self.config = network.config
-        self._codec = Codec(folder, device=device)
+        engine = build_engine(folder, plan, device)
+        self.config = engine.network.config
+        self._codec = Codec(folder, device=engine.audio.device)
         self._voices = Voices(folder, self.config, self._codec, device, notice)
-        ops = select(device, dtype)
-        num_tokens = max(MIN_TOKENS, max_rows * ROW_TOKENS)
-        capacity = Capacity(num_pages=num_tokens // PAGE_TOKENS, max_rows=max_rows, page_tokens=PAGE_TOKENS)
-        if device.type == "cpu":
-            # Nothing runs beside the host, so running ahead only wastes steps; and any batch size will do.
-            capacity = replace(capacity, lag=0, buckets=tuple(range(1, max_rows)))
-        self._max_under_way = 2 * max_rows  # so that rows never wait for prompts to be built
-        max_positions = min(self.config.talker.max_position_embeddings, num_tokens)
-        codec_dtype = torch.float32 if device.type == "cpu" or dtype == torch.float16 else dtype
-        audio = _audio_stage(folder, device, codec_dtype, max_rows)
-        driver = Driver(Engine(network, audio, ops, capacity, max_positions))
-        self._driver: Driver | None = driver
+        self._max_under_way = 2 * plan.layout.max_rows  # so that rows never wait for prompts to be built
+        self._driver: Driver | None = Driver(engine)
         # For those who forget to close: the engine's thread would keep the model alive.
-        self._finalizer = weakref.finalize(self, driver.close, drain=False)
+        self._finalizer = weakref.finalize(self, self._driver.close, drain=False)
         self.backends: Mapping[str, str] = {
             "device": str(device),
-            "dtype": dtype_name(dtype),
-            "weights": describe(formats_of(network)),
-            "codec": dtype_name(codec_dtype),
-            "kernels": driver.engine.runner.model.backend,
+            "dtype": plan.layout.dtype,
+            "weights": plan.weights,
+            "codec": plan.layout.codec_dtype,
+            "kernels": engine.runner.model.backend,
         }
 
     @classmethod
@@ -118,12 +91,15 @@ class TTS:
         offline: bool | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        memory: str | int | None = None,
+        profile: str | None = None,
         weights: str | Mapping[str, str] | None = None,
+        kv: str | None = None,
         max_rows: int | None = None,
         on_notice: Notice | None = None,
         **unknown: Any,
     ) -> TTS:
-        """Loads a model.
+        """Loads a model as it is planned to be, see `memory.plan.make_plan`; the plan is kept as `plan`.
 
         Args:
             model: folder, hub id, or short name ("1.7B-VoiceDesign"); None is the small demo model of the package.
@@ -131,32 +107,37 @@ class TTS:
             offline: never touch the network; None follows the environment.
             device: "cuda", "cuda:1", "cpu"; None takes a GPU if there is one.
             dtype: "bfloat16", "float16", "float32"; None takes what suits the device.
+            memory: bytes that may be used in all ("4GB"), the device's context included; None is what is free. A plan
+                that is asked for by memory or profile is told as a notice.
+            profile: "realtime", "batch" or "longform"; None is realtime.
             weights: "int8", "int4" (talker; its predictor stays at int8), "fp8", or formats by part as
                 {"talker": "int4", "predictor": "int4"}: products inside the layers are quantized while they are read.
-                None keeps them as the checkpoint has them, and so has a quantized checkpoint.
-            max_rows: how many requests run at the same time, more wait; None is 8 on a CPU and 16 on a GPU.
+                "none" keeps them as the checkpoint has them. None is that if it fits, else the best that does.
+            kv: keys and values, "full" or "fp8"; None is the best that fits.
+            max_rows: how many requests run at the same time, more wait; None is what fits and is of use.
             on_notice: is given one-line notices, such as which model or voice was chosen; None prints to stderr.
 
         Raises:
             NotFoundError: no such model here, or no such device.
             InputError: an option that does not exist or cannot be used; `field` names it.
+            OutOfMemoryError: it does not fit, which is known before anything is loaded.
             CheckpointError: files that are incomplete or do not fit each other.
         """
-        reject_unknown("option", unknown, (*LOAD_OPTIONS, "weights", "max_rows", "on_notice"))
-        formats = parse_formats(weights)
+        reject_unknown("option", unknown, (*LOAD_OPTIONS, *PLAN_OPTIONS, "on_notice"))
         chosen = pick_device(device)
-        chosen_dtype = as_dtype(dtype, chosen)
-        rows = (8 if chosen.type == "cpu" else 16) if max_rows is None else max_rows
-        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-            raise InputError(f"max_rows must be a whole number of at least 1, got {rows!r}", field="max_rows")
+        precision = None if dtype is None else dtype_name(as_dtype(dtype, chosen))
+        if max_rows is not None and (not isinstance(max_rows, int) or isinstance(max_rows, bool) or max_rows < 1):
+            raise InputError(f"max_rows must be a whole number of at least 1, got {max_rows!r}", field="max_rows")
         notice = on_notice or _to_stderr
         if model is None:
             notice("no model named: using the bundled demo model (random values: sound, not words)")
         folder = hub.resolve(model, revision=revision, offline=offline)
         is_hub = model is not None and folder != Path(model).expanduser()
-        return cls(
-            folder, device=chosen, dtype=chosen_dtype, weights=formats, max_rows=rows, is_hub=is_hub, notice=notice
-        )
+        wish = {"memory": memory, "profile": profile, "weights": weights, "kv": kv}
+        plan = plan_for(folder, chosen, dtype=precision, rows=max_rows, **wish)
+        if memory is not None or profile is not None:
+            notice(describe(plan, folder.name))
+        return cls(folder, device=chosen, plan=plan, is_hub=is_hub, notice=notice)
 
     @property
     def kind(self) -> str:
@@ -171,6 +152,12 @@ class TTS:
     @property
     def languages(self) -> list[str]:
         return self.config.languages
+
+    @property
+    def rows(self) -> int:
+        """How many requests are computed at a time: as planned, or what memory that ran out has left of it."""
+        engine = self._check_open().engine
+        return engine.guard.limits.most("decode", engine.capacity.max_rows)
 
     # -- speaking ------------------------------------------------------------------------------------------------
 
@@ -387,16 +374,6 @@ class TTS:
     ) -> list[Speech | SottovoceError]:
         self._check_open()
         return Company(items, self._prepare, self.backends, on_audio).speak(self._max_under_way)
-
-
-def _audio_stage(folder: Path, device: torch.device, dtype: torch.dtype, max_slots: int) -> AudioStage:
-    def decoder(dtype: torch.dtype) -> SlotDecoder:
-        # Codebooks are quotients of statistics, which must be divided before they are rounded.
-        codec = load_codec(folder, device=device, parts=("decoder",))
-        codec.freeze_codebooks()
-        return slot_decoder(codec.decoder, max_slots, dtype, MAX_CHUNK_FRAMES)
-
-    return AudioStage(decoder(dtype), None if dtype == torch.float32 else lambda: decoder(torch.float32))
 
 
 def _to_stderr(notice: str) -> None:

@@ -26,9 +26,18 @@ Revision = Annotated[str | None, flag("--revision", help="Branch, tag or commit 
 Offline = Annotated[bool | None, flag("--offline", help="Never touch the network; HF_HUB_OFFLINE=1 does the same.")]
 Device = Annotated[str | None, flag("--device", help="cpu, cuda, cuda:1, ... Default: the best one here.")]
 Dtype = Annotated[str | None, flag("--dtype", help="float32, bfloat16 or float16. Default: what suits the device.")]
+Memory = Annotated[
+    str | None,
+    flag("--memory", metavar="SIZE", help="Bytes that may be used in all: 8GB, 7.5GiB. Default: what is free."),
+]
+Profile = Annotated[
+    str | None,
+    flag("--profile", metavar="PROFILE", help="realtime, batch or longform. Default: what suits the command."),
+]
 Weights = Annotated[
     str | None,
-    flag("--weights", help="int8, int4, fp8, or talker=int4,predictor=int4: less memory. Default: as published."),
+    flag("--weights", help="int8, int4, fp8, none, or talker=int4,predictor=int4. Default: the best that fits."),
 ]
+Kv = Annotated[str | None, flag("--kv", help="Keys and values: full or fp8. Default: the best that fits.")]
 Json = Annotated[bool, flag("--json", help="Answer as JSON on standard output.")]
 Out = Annotated[Path, flag("--out", "-o", help="Where to write.")]

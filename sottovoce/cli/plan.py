@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sottovoce.cli.options import Device, Dtype, Json, Model, flag
+from sottovoce.cli.options import Device, Dtype, Json, Kv, Memory, Model, Profile, Weights, flag
 
 if TYPE_CHECKING:
     from sottovoce.config import CodecConfig, ModelConfig
@@ -18,20 +18,18 @@ if TYPE_CHECKING:
 
 def plan(
     model: Model = None,
-    memory: Annotated[
-        str | None, flag("--memory", metavar="SIZE", help="Bytes that may be used in all: 8GB, 7.5GiB, 512MB.")
-    ] = None,
+    memory: Memory = None,
     gpu: Annotated[
         str | None, flag("--gpu", metavar="CARD", help='A well-known card: "RTX 3060". "CPU" is one.')
     ] = None,
     task: Annotated[str, flag("--task", metavar="TASK", help="say, serve, batch or longform. Default: say.")] = "say",
-    profile: Annotated[
-        str | None, flag("--profile", metavar="PROFILE", help="realtime, batch or longform. Default: the task's.")
-    ] = None,
+    profile: Profile = None,
     rows: Annotated[
         int | None, flag("--rows", help="Requests at a time. Default: as many as fit and are of use.")
     ] = None,
     dtype: Dtype = None,
+    weights: Weights = None,
+    kv: Kv = None,
     probe: Annotated[bool, flag("--probe", help="Plan for the card at hand and what is free on it.")] = False,
     device: Device = None,
     json_: Json = False,
@@ -53,8 +51,9 @@ def plan(
         card, free_bytes = look_at(pick_device(device))
         memory_bytes = free_bytes if memory_bytes is None else min(memory_bytes, free_bytes)
     decided = make_plan(
-        config, codec, memory_bytes=memory_bytes, card=card, task=task, profile=profile, rows=rows, dtype=dtype
-    )
+        config, codec, memory_bytes=memory_bytes, card=card, task=task, profile=profile, rows=rows, dtype=dtype,
+        weights=weights, kv=kv,
+    )  # fmt: skip
     if json_:
         typer.echo(json.dumps({"model": name} | decided.as_dict(), indent=2))
     else:

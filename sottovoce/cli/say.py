@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from sottovoce.cli.items import Progress
-from sottovoce.cli.options import Device, Dtype, Json, Model, Offline, Revision, Weights, flag
+from sottovoce.cli.options import Device, Dtype, Json, Kv, Memory, Model, Offline, Profile, Revision, Weights, flag
 
 FRAMES_PER_S = 12.5
 
@@ -43,7 +43,10 @@ def say(
     offline: Offline = None,
     device: Device = None,
     dtype: Dtype = None,
+    memory: Memory = None,
+    profile: Profile = None,
     weights: Weights = None,
+    kv: Kv = None,
     json_: Json = False,
 ) -> None:
     """Say a text. Long texts are split at sentences and spoken in one voice."""
@@ -65,9 +68,8 @@ def say(
         raise typer.BadParameter(f"{out.name!r} does not end in one of {', '.join(SUBTYPES)}", param_hint="--out")
 
     seed = secrets.randbits(32) if seed is None else seed
-    with TTS.from_pretrained(
-        model, revision=revision, offline=offline, device=device, dtype=dtype, weights=weights
-    ) as tts:
+    wish = {"memory": memory, "profile": profile, "weights": weights, "kv": kv}
+    with TTS.from_pretrained(model, revision=revision, offline=offline, device=device, dtype=dtype, **wish) as tts:
         options: dict[str, Any] = {"language": language, "instruct": instruct, "seed": seed, "max_frames": max_frames}
         options["voice"] = voice if ref_audio is None else tts.make_voice(ref_audio, ref_text, field="ref_audio")
         started_s = time.monotonic()

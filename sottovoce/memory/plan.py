@@ -7,19 +7,19 @@ torch and looks at no device.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sottovoce.config import CodecConfig, ModelConfig
-from sottovoce.formats import Formats, agree, from_config, parse_formats
+from sottovoce.formats import FORMATS, Formats, agree, from_config, parse_formats
 from sottovoce.memory.cards import Card, find_card
 from sottovoce.memory.footprint import KV_FP8, Layout
 from sottovoce.types import InputError, reject_unknown
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_FORMATS = {"full": None, "fp8": KV_FP8}
-PLACES = ("device", "host", "mapped", "cpu")
+PLACES = {"text_embedding": ("device", "host", "mapped"), "codec": ("device", "cpu")}
 PAGE_TOKENS = 16
 MIN_TOKENS = 1024  # the longest piece a text is cut into, its prompt, and a minute of speech to spare
 GROWTH_TOKENS = 1024  # by which one request's share grows, once there are rows enough
@@ -111,6 +111,11 @@ class Plan:
     advice: tuple[Advice, ...] = field(default=())
 
     @property
+    def quantized(self) -> dict[str, str]:
+        """Formats of the parts that are in one of `formats.FORMATS`."""
+        return {part: name for part, name in self.layout.formats.items() if name in FORMATS}
+
+    @property
     def is_feasible(self) -> bool:
         return not self.missing
 
@@ -180,15 +185,14 @@ def make_plan(
         InputError: an unknown name, formats that a quantized checkpoint does not have, or neither memory nor a card
             that has some.
     """
-    reject_unknown("task", [task], TASKS)
+    _check("task", [task], TASKS)
     profile = TASKS[task].profile if profile is None else profile
-    reject_unknown("profile", [profile], PROFILES)
-    if dtype is not None:
-        reject_unknown("dtype", [dtype], DTYPES)
-    if kv is not None:
-        reject_unknown("kv", [kv], KV_FORMATS)
-    reject_unknown("places", places or (), ("text_embedding", "codec"))
-    reject_unknown("places", (places or {}).values(), PLACES)
+    _check("profile", [profile], PROFILES)
+    _check("dtype", [dtype] if dtype is not None else [], DTYPES)
+    _check("kv", [kv] if kv is not None else [], KV_FORMATS)
+    _check("places", places or (), PLACES)
+    for part, place in (places or {}).items():
+        _check("places", [place], PLACES[part])
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
         raise InputError(f"rows must be a whole number of at least 1, got {rows!r}", field="rows")
     if memory_bytes is not None and memory_bytes < 1:
@@ -203,6 +207,13 @@ def make_plan(
     wish = Wish(config, codec, memory_bytes, card, task, profile, rows, dtype, formats, kv, places or {})
     plan = decide(wish)
     return plan if plan.is_feasible else replace(plan, advice=tuple(advise(wish, plan)))
+
+
+def _check(field: str, values: Iterable[str], known: Collection[str]) -> None:
+    try:
+        reject_unknown(field, values, known)
+    except InputError as error:
+        raise InputError(str(error), field=field) from None
 
 
 def parse_bytes(text: str | int) -> int:
