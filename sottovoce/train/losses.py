@@ -42,13 +42,14 @@ class SpectralOptions:
 class ReconstructionLoss(nn.Module):
     """
     Args:
-        piece_samples: of all rows together, worked on at once; memory is about 60 bytes for each.
+        piece_samples: of all rows together, worked on at once; each takes about 135 bytes of memory in float32.
     """
 
     def __init__(self, options: SpectralOptions | None = None, piece_samples: int = 1 << 20) -> None:
         super().__init__()
         self.options, self.piece_samples = options or SpectralOptions(), piece_samples
-        for window in {*self.options.mel_windows, *self.options.stft_windows}:
+        self.windows = sorted({*self.options.mel_windows, *self.options.stft_windows})
+        for window in self.windows:
             self.register_buffer(f"window_{window}", torch.hann_window(window), persistent=False)
         for window, bands in zip(self.options.mel_windows, self.options.mel_bands, strict=True):
             bank = mel_filterbank(self.options.sample_rate, bands, self.options.sample_rate / 2, window)
@@ -61,49 +62,46 @@ class ReconstructionLoss(nn.Module):
         sums = _Pieces.apply(self, wave, target, num_samples)
         return dict(zip(TERMS, sums))
 
-    def pieces(self, shape: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-        """Rows and times; times begin at multiples of the longest window, so that no frame is cut."""
-        batch, length = shape
-        step = self.piece_samples // (2 * self.options.margin) * 2 * self.options.margin
-        step = max(2 * self.options.margin, min(step, -(-length // self.options.margin) * self.options.margin))
+    def pieces(self, shape: Sequence[int]) -> Iterator[tuple[slice, slice, int]]:
+        """Rows, times and a window; times begin at multiples of the longest window, so that no frame is cut."""
+        (batch, length), longest = shape, 2 * self.options.margin
+        step = longest * max(1, min(self.piece_samples, length + longest - 1) // longest)
         rows = max(1, self.piece_samples // step)
         for row in range(0, batch, rows):
             for start in range(0, length, step):
-                yield slice(row, min(row + rows, batch)), slice(start, min(start + step, length))
+                for window in self.windows:
+                    yield slice(row, min(row + rows, batch)), slice(start, min(start + step, length)), window
 
-    def piece(self, wave: Tensor, target: Tensor, num_samples: Tensor, rows: slice, times: slice) -> Tensor:
-        """Sums of `TERMS`, [3], over the frames whose middle lies in this piece; waves are whole."""
-        margin, length = self.options.margin, wave.shape[1]
-        low, high = max(0, times.start - margin), min(length, times.stop + margin)
+    def piece(
+        self, wave: Tensor, target: Tensor, num_samples: Tensor, rows: slice, times: slice, window: int
+    ) -> Tensor:
+        """Sums of `TERMS`, [3], over the frames of a window length whose middle lies in this piece. Samples themselves
+        are compared together with the first window. Waves are whole."""
+        half, hop, length = window // 2, window // 4, wave.shape[1]
+        num_frames = -(-(times.stop - times.start) // hop)
+        first, behind = times.start - half, times.start + (num_frames - 1) * hop + half  # may lie outside of the clip
+        low, high = max(0, first), min(length, max(behind, times.stop))
         is_valid = torch.arange(low, high, device=wave.device) < num_samples[rows, None]
         ours, theirs = (x[rows, low:high] * is_valid for x in (wave, target))
-        inside = slice(times.start - low, times.stop - low)
-        sums = {name: ours.new_zeros(()) for name in TERMS}
-        sums["wave"] = (ours[:, inside] - theirs[:, inside]).abs().sum()
-        before, after = margin - (times.start - low), margin - (high - times.stop)
-        ours, theirs = (F.pad(x, (before, after)) for x in (ours, theirs))
-        count = times.stop - times.start
-        for window in sorted({*self.options.mel_windows, *self.options.stft_windows}):
-            a, b = (self._power(x, window, count) for x in (ours, theirs))
-            hop = window // 4
-            if window in self.options.mel_windows:
-                bank = self.get_buffer(f"bank_{window}").to(a.dtype)
-                mels = ((bank @ p.clamp(min=MIN_POWER).sqrt()).clamp(min=MIN_MEL).log10() for p in (a, b))
-                sums["mel"] = sums["mel"] + hop * _distance(*mels)
-            if window in self.options.stft_windows:
-                a, b = a.clamp(min=MIN_POWER), b.clamp(min=MIN_POWER)
-                scale = 2 / window  # a full sine has magnitude 1/2 or so
-                linear = scale * _distance(a.sqrt(), b.sqrt())
-                sums["stft"] = sums["stft"] + hop * (linear + 0.5 * _distance(a.log(), b.log()))
+        sums = dict.fromkeys(TERMS, ours.new_zeros(()))
+        if window == self.windows[0]:
+            inside = slice(times.start - low, times.stop - low)
+            sums["wave"] = (ours[:, inside] - theirs[:, inside]).abs().sum()
+        a, b = (self._power(F.pad(x, (low - first, behind - high)), window) for x in (ours, theirs))  # may also cut
+        if window in self.options.mel_windows:
+            bank = self.get_buffer(f"bank_{window}").to(a.dtype)
+            mels = ((bank @ p.clamp(min=MIN_POWER).sqrt()).clamp(min=MIN_MEL).log10() for p in (a, b))
+            sums["mel"] = hop * _distance(*mels)
+        if window in self.options.stft_windows:
+            a, b = a.clamp(min=MIN_POWER), b.clamp(min=MIN_POWER)
+            linear = 2 / window * _distance(a.sqrt(), b.sqrt())  # a full sine has magnitude 1/2 or so
+            sums["stft"] = hop * (linear + 0.5 * _distance(a.log(), b.log()))
         return torch.stack([sums[name] for name in TERMS])
 
-    def _power(self, x: Tensor, window: int, count: int) -> Tensor:
-        """Power spectrum [B, window / 2 + 1, T] of the frames in the middle `count` samples of x."""
-        hop, margin = window // 4, self.options.margin
-        num_frames = -(-count // hop)
-        x = x[:, margin - window // 2 : margin + (num_frames - 1) * hop + window // 2]
+    def _power(self, x: Tensor, window: int) -> Tensor:
+        """Power spectrum [B, window / 2 + 1, T] of x [B, (T + 3) window / 4]."""
         weights = self.get_buffer(f"window_{window}").to(x.dtype)
-        spectrum = torch.stft(x, window, hop, window=weights, center=False, return_complex=True)
+        spectrum = torch.stft(x, window, window // 4, window=weights, center=False, return_complex=True)
         return spectrum.real.square() + spectrum.imag.square()
 
 
@@ -126,12 +124,12 @@ class _Pieces(torch.autograd.Function):
         loss: ReconstructionLoss = ctx.loss
         total = torch.zeros_like(wave)
         margin, length = loss.options.margin, wave.shape[1]
-        for rows, times in loss.pieces(wave.shape):
+        for rows, times, window in loss.pieces(wave.shape):
             near = slice(max(0, times.start - margin), min(length, times.stop + margin))
             part = wave[rows, near].detach().requires_grad_()
             shifted = slice(times.start - near.start, times.stop - near.start)
             counts = num_samples[rows] - near.start
             with torch.enable_grad():
-                sums = loss.piece(part, target[rows, near], counts, slice(None), shifted)
+                sums = loss.piece(part, target[rows, near], counts, slice(None), shifted, window)
             total[rows, near] += torch.autograd.grad(sums, part, grad)[0]
         return None, total, None, None
