@@ -75,3 +75,8 @@ class Ranks:
 def local(tensor: Tensor) -> Tensor:
     """The part of a sharded tensor that lies here; any other tensor as it is. Shares memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a sharded tensor, gathered from every process; any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

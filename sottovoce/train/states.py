@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sottovoce.config import read_json
@@ -60,24 +60,36 @@ def read_about(state: Path) -> dict[str, Any]:
     return read_json(state / "state.json")
 
 
-@torch.no_grad()
 def load_state(state: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Overwrites `tensors` in place. Raises CheckpointError if the state is of other ones."""
-    if ranks.is_sharded and read_about(state)["world"] != ranks.world:
-        raise CheckpointError(f"{state} was saved by {read_about(state)['world']} processes; start as many again")
-    path = state / f"rank{ranks.rank if ranks.is_sharded else 0}.safetensors"
-    with safe_open(str(path), framework="pt") as file:
+    with _open(state, ranks) as file:
         if set(file.keys()) != set(tensors):
             odd = sorted(set(file.keys()) ^ set(tensors))
             raise CheckpointError(f"{state} is the state of another training; {len(odd)} tensors differ, as {odd[0]}")
+    load_weights(state, tensors, ranks)
+
+
+@torch.no_grad()
+def load_weights(state: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Overwrites `tensors`, some of those of a state, in place. Raises CheckpointError if one is missing or differs."""
+    with _open(state, ranks) as file:
         for name, tensor in tensors.items():
-            saved = file.get_tensor(name)
+            try:
+                saved = file.get_tensor(name)
+            except SafetensorError as error:
+                raise CheckpointError(f"{state} has no {name}; it is the state of another training") from error
             if saved.shape != local(tensor).shape or saved.dtype != tensor.dtype:
                 raise CheckpointError(
                     f"{state}: {name} is {saved.dtype} {list(saved.shape)}, this training has {tensor.dtype} "
                     f"{list(local(tensor).shape)}"
                 )
             local(tensor.detach()).copy_(saved)
+
+
+def _open(state: Path, ranks: Ranks) -> Any:
+    if ranks.is_sharded and read_about(state)["world"] != ranks.world:
+        raise CheckpointError(f"{state} was saved by {read_about(state)['world']} processes; start as many again")
+    return safe_open(str(state / f"rank{ranks.rank if ranks.is_sharded else 0}.safetensors"), framework="pt")
 
 
 def prune(folder: Path, keep: int, best: int | None) -> None:
