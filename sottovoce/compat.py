@@ -23,9 +23,26 @@ from torch import Tensor
 
 from sottovoce.api import TTS, Codec
 from sottovoce.audio.io import AudioInput, read_audio
-from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE, InputError, Sampling, Speech, Voice, nearest, reject_unknown
+from sottovoce.compat_batches import DynamicBatchProcessor, adaptive_batch_size
+from sottovoce.types import (
+    FRAME_SAMPLES,
+    SAMPLE_RATE,
+    InputError,
+    Sampling,
+    SottovoceError,
+    Speech,
+    Voice,
+    nearest,
+    reject_unknown,
+)
 
-__all__ = ["Qwen3TTSModel", "Qwen3TTSTokenizer", "VoiceClonePromptItem"]
+__all__ = [
+    "DynamicBatchProcessor",
+    "Qwen3TTSModel",
+    "Qwen3TTSTokenizer",
+    "VoiceClonePromptItem",
+    "adaptive_batch_size",
+]
 
 OFFICIAL_CUT_FRAMES = 300  # up to here the official decoding and the exact one are the same
 SAMPLING_NAMES = {
@@ -78,9 +95,10 @@ class Qwen3TTSModel:
 
     Every `generate_*` method takes one text or a list, its other arguments singly or as lists of that length, and as
     options `do_sample`, `top_k`, `top_p`, `temperature`, `repetition_penalty`, the same four with `subtalker_`
-    (`subtalker_dosample`), and `max_new_tokens` (N gives at most N - 1 frames of 80 ms). `seed` is ours; without it
-    seeds come from torch's generator, so that `torch.manual_seed` makes results repeatable. They return
-    (list of float32 waveforms, sample rate) and raise InputError, a ValueError, for what they cannot use.
+    (`subtalker_dosample`), and `max_new_tokens` (N gives at most N - 1 frames of 80 ms). Ours are `seed`, without which
+    seeds come from torch's generator, so that `torch.manual_seed` makes results repeatable; and `on_error`: "return"
+    puts the error of a text in the place of its waveform. They return (list of float32 waveforms, sample rate) and
+    raise InputError, a ValueError, for what they cannot use.
     """
 
     def __init__(self, tts: TTS) -> None:
@@ -97,6 +115,10 @@ class Qwen3TTSModel:
                 `attn_implementation`, `low_cpu_mem_usage`, `use_safetensors` and `trust_remote_code` change nothing.
         """
         return cls(TTS.from_pretrained(pretrained_model_name_or_path, **_load_options(options)))
+
+    def generate(self, text: str | list[str], **arguments: Any) -> tuple[list[np.ndarray], int]:
+        """The `generate_*` method that this kind of model has."""
+        return getattr(self, METHODS[self.tts.kind][1])(text, **arguments)
 
     def generate_custom_voice(
         self,
@@ -195,12 +217,19 @@ class Qwen3TTSModel:
     def _generate(
         self, items: list[dict[str, Any]], is_whole_text: bool, options: Mapping[str, Any]
     ) -> tuple[list[np.ndarray], int]:
-        sampling, max_frames = _sampling(options)
+        on_error = options.get("on_error", "raise")
+        sampling, max_frames = _sampling({name: value for name, value in options.items() if name != "on_error"})
         for item in items:
             seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**62, ()))
             item |= {"language": item["language"] or "auto", "sampling": sampling.with_(seed=seed)}
-        speeches = self.tts.batch(items, is_streaming_text=not is_whole_text, max_frames=max_frames, split=False)
-        return [self._official_samples(s, item.get("voice")) for s, item in zip(speeches, items)], self.tts.sample_rate
+        speeches = self.tts.batch(
+            items, on_error=on_error, is_streaming_text=not is_whole_text, max_frames=max_frames, split=False
+        )
+        wavs = [
+            speech if isinstance(speech, SottovoceError) else self._official_samples(speech, item.get("voice"))
+            for speech, item in zip(speeches, items)
+        ]
+        return wavs, self.tts.sample_rate
 
     def _official_samples(self, speech: Speech, voice: Voice | None) -> np.ndarray:
         """The waveform with the official seams, if it is long enough to have any."""

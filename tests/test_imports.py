@@ -69,7 +69,8 @@ def test_public_names():
         sottovoce.Voize  # noqa: B018
     from sottovoce import compat
 
-    assert sorted(compat.__all__) == ["Qwen3TTSModel", "Qwen3TTSTokenizer", "VoiceClonePromptItem"]
+    official = ["Qwen3TTSModel", "Qwen3TTSTokenizer", "VoiceClonePromptItem"]
+    assert sorted(compat.__all__) == sorted([*official, "DynamicBatchProcessor", "adaptive_batch_size"])
 
 
 def test_no_file_is_longer_than_500_lines():

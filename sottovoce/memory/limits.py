@@ -19,7 +19,9 @@ CLEARLY_MORE = 1.05  # times the memory at the failure: below, it is the noise o
 
 
 def default_path() -> Path:
-    """`limits.json` in the user's cache folder."""
+    """`limits.json` in SOTTOVOCE_CACHE, or else in the user's cache folder."""
+    if folder := os.environ.get("SOTTOVOCE_CACHE"):
+        return Path(folder) / "limits.json"
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
     else:

@@ -43,7 +43,7 @@ def scarce(tts, monkeypatch, most_rows=64, most_frames=64, poison=None):
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SOTTOVOCE_CACHE", str(tmp_path))
 
 
 def test_thirty_items_come_back_in_order(custom, custom_folder, monkeypatch):

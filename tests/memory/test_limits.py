@@ -53,6 +53,9 @@ def test_a_place_that_cannot_be_written_costs_nothing(tmp_path):
 
 
 def test_the_file_is_in_the_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("SOTTOVOCE_CACHE", str(tmp_path))
+    assert default_path() == tmp_path / "limits.json"
+    monkeypatch.delenv("SOTTOVOCE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_path() == tmp_path / "sottovoce" / "limits.json"
 
