@@ -1,0 +1,133 @@
+"""The codec's vector quantizer while everything is trained: codes in the middle of a differentiable chain.
+
+Gradients pass straight through the choice of codes; codebooks follow running averages of what was assigned to them, and
+codes that nobody uses any more begin again at vectors of the last batch (van den Oord et al., https://arxiv.org/abs/
+1711.00937; Zeghidour et al., https://arxiv.org/abs/2107.03312). Encoder and decoder keep one copy of the codebooks
+each, as the checkpoint has them; here they are kept equal. Knows nothing of time, samples and losses of waveforms.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sottovoce.codec.codec import Codec
+
+KEPT_VECTORS = 512  # of each codebook's inputs in the last batch, where unused codes may begin again
+MIN_SHARE = 0.1  # of the mean usage: a code below it is taken for unused (the threshold of Mimi)
+
+
+class Quantized(NamedTuple):
+    """`vectors` [B, D, T] for the decoder, `codes` int64 [B, K, T], `commitment`: a sum over frames, its mean over
+    codebooks and channels."""
+
+    vectors: Tensor
+    codes: Tensor
+    commitment: Tensor
+
+
+class TrainedQuantizer(nn.Module):
+    """
+    Args:
+        codec: with both halves; its codebooks are changed in place by `update`.
+        decay: of the running averages, a step.
+    """
+
+    def __init__(self, codec: Codec, decay: float = 0.99) -> None:
+        super().__init__()
+        encoder, decoder = codec.encoder.quantizer, codec.decoder.quantizer
+        self.decay = decay
+        # Lists, not modules: the parameters belong to the codec.
+        self._chains = [
+            (encoder.semantic_residual_vector_quantizer, decoder.rvq_first),
+            (encoder.acoustic_residual_vector_quantizer, decoder.rvq_rest),
+        ]
+        self._books = [book for chain, _ in self._chains for book in chain.codebooks()]
+        self._copies = [book for _, chain in self._chains for book in chain.codebooks()]
+        self._is_new: list[bool] | None = None  # whether each still lacks values; known when training begins
+        size, width = self._books[0].embed_sum.shape
+        self.register_buffer("counts", torch.zeros(len(self._books), size), persistent=False)
+        self.register_buffer("sums", torch.zeros(len(self._books), size, width), persistent=False)
+        self.register_buffer("kept", torch.zeros(len(self._books), KEPT_VECTORS, width), persistent=False)
+        self._copy_books()
+
+    def start_step(self) -> None:
+        """Forgets assignments that have not been made use of."""
+        self.counts.zero_()
+        self.sums.zero_()
+
+    def forward(self, features: Tensor, is_valid: Tensor) -> Quantized:
+        """features [B, D, T]; frames where is_valid (bool [B, T]) is false are not learned from."""
+        codes, outputs, commitment, index = [], [], features.new_zeros(()), 0
+        weights = is_valid.flatten().float()
+        sample = torch.multinomial(weights, KEPT_VECTORS, replacement=True) if self.training else None
+        if self.training and self._is_new is None:
+            self._is_new = [not bool(book.embed_sum.any()) for book in self._books]
+        for chain, copies in self._chains:
+            x = chain.input_proj(features).transpose(1, 2)
+            total = torch.zeros_like(x)
+            for book in chain.codebooks():
+                residual = x - total
+                flat = residual.detach().flatten(0, 1).float()
+                if self.training and self._is_new[index]:
+                    self._begin(index, flat[sample])
+                table = book.table()
+                chosen = torch.cdist(flat, table).argmin(-1)
+                if self.training:
+                    self.counts[index].index_add_(0, chosen, weights)
+                    self.sums[index].index_add_(0, chosen, flat * weights[:, None])
+                    self.kept[index] = flat[sample]
+                codes.append(chosen.view(x.shape[:2]))
+                vector = F.embedding(codes[-1], table).to(x.dtype)
+                commitment = commitment + ((residual - vector).square().mean(-1) * is_valid).sum()
+                total = total + vector
+                index += 1
+            outputs.append(copies.project(x + (total - x).detach()))
+        return Quantized(outputs[0] + outputs[1], torch.stack(codes, dim=1), commitment / len(self._books))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Moves the codebooks by what `forward` has assigned since `start_step`, on all processes together."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self.counts)
+            torch.distributed.all_reduce(self.sums)
+            torch.distributed.broadcast(self.kept, 0)
+        for index, book in enumerate(self._books):
+            usage, total = book.cluster_usage, book.embed_sum
+            usage.lerp_(self.counts[index], 1 - self.decay)
+            total.lerp_(self.sums[index], 1 - self.decay)
+            mean = usage.mean()
+            is_unused = usage < MIN_SHARE * mean
+            fresh = self.kept[index][torch.arange(len(usage), device=usage.device) % KEPT_VECTORS]
+            usage.copy_(torch.where(is_unused, mean, usage))
+            total.copy_(torch.where(is_unused[:, None], fresh * mean, total))
+        self._copy_books()
+        self.start_step()
+
+    @torch.no_grad()
+    def _copy_books(self) -> None:
+        for book, copy in zip(self._books, self._copies, strict=True):
+            copy.embedding_sum.copy_(book.embed_sum)
+            copy.cluster_usage.copy_(book.cluster_usage)
+
+    @torch.no_grad()
+    def _begin(self, index: int, vectors: Tensor) -> None:
+        """A codebook without values takes those of the first batch, spread a little where the batch has too few."""
+        book = self._books[index]
+        drawn = vectors[torch.randint(len(vectors), (len(book.embed_sum),), device=vectors.device)]
+        book.embed_sum.copy_(drawn + 0.01 * vectors.std() * torch.randn_like(drawn))
+        book.cluster_usage.fill_(1)
+        self._is_new[index] = False
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.broadcast(book.embed_sum, 0)
+
+
+def perplexity(codes: Tensor, size: int) -> Tensor:
+    """Of each codebook [K], for codes [B, K, T] in [0, size): how many are in use, were they used equally often."""
+    rows = codes.transpose(0, 1).flatten(1)
+    shares = torch.zeros(len(rows), size, device=codes.device)
+    shares.scatter_add_(1, rows, torch.full_like(rows, 1.0 / rows.shape[1], dtype=shares.dtype))
+    return (-(shares * shares.clamp(min=1e-12).log()).sum(-1)).exp()
