@@ -21,6 +21,7 @@ from sottovoce.cli.items import explain
 from sottovoce.cli.make_random import make_random
 from sottovoce.cli.plan import plan
 from sottovoce.cli.say import say
+from sottovoce.cli.train import train
 from sottovoce.cli.voice import voice
 
 app = typer.Typer(
@@ -53,6 +54,7 @@ def _root(
 for command in (say, encode, decode, plan, doctor, make_random):
     app.command()(command)
 app.add_typer(voice)
+app.add_typer(train)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,6 +20,7 @@ from sottovoce.model.weights import load_network
 from sottovoce.quant.convert import swap_layers
 from sottovoce.random_checkpoint import LOGIT_STD, model_scale
 from sottovoce.train.lora import add_adapters
+from sottovoce.train.norms import swap_norms
 from sottovoce.train.ranks import Ranks
 from sottovoce.train.speakers import set_rows
 from sottovoce.train.talker import PREDICTOR_WEIGHT, TalkerTask
@@ -69,6 +70,11 @@ class TalkerRecipe:
             raise InputError(
                 f"predictor_share must be above 0 and at most 1, got {self.predictor_share}", field="predictor_share"
             )
+
+
+def default_rate(recipe: TalkerRecipe) -> float:
+    """A learning rate to begin with: adapters and new weights bear larger steps than weights that speak already."""
+    return 3e-4 if recipe.is_new else 1e-5 if recipe.method == "full" else 1e-4
 
 
 def load_task(
@@ -121,6 +127,7 @@ def prepare_network(
             network.talker.text_embedding.requires_grad_(recipe.text_table == "trained")
     else:
         add_adapters(network, recipe.rank, recipe.alpha)
+    swap_norms(network)
     set_rows(network.talker.codec_embedding, speaker_rows or {})
 
 

@@ -110,7 +110,7 @@ class TalkerTask(nn.Module):
         rope = rope_tables(positions, talker.decoder.frequencies, x.dtype)
         for layer in talker.decoder.layers:  # padding stands at the end, where a causal mask hides it
             x = self._recomputed(layer, x, rope, None, None, True)
-        return talker.decoder.norm(x).flatten(0, 1)
+        return self._recomputed(talker.decoder.norm, x).flatten(0, 1)
 
     def _first_loss(self, states: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.network.talker.logits(states), labels, reduction="sum")

@@ -18,7 +18,7 @@ from sottovoce._version import __version__
 from sottovoce.config import ModelConfig, read_json
 from sottovoce.model.weights import load_codec
 from sottovoce.text.tokenizer import TextTokenizer
-from sottovoce.train.corpus import TASKS, BatchStream, Examples, PromptOptions, held_out, speaker_of
+from sottovoce.train.corpus import TASKS, BatchStream, Examples, PromptOptions, Task, held_out, speaker_of
 from sottovoce.train.export import export_model, model_card
 from sottovoce.train.loop import Loop, LoopOptions, Outcome
 from sottovoce.train.optim import AdamOptions, AdamW
@@ -53,10 +53,18 @@ class Plan:
         return self.examples.config
 
 
+def default_task(base: Path, corpus: Corpus, speaker: str | None = None) -> Task:
+    """What a checkpoint's kind is for. Of a Base model: new speakers, if all clips name one, else cloning."""
+    kind = ModelConfig.from_folder(base).kind
+    if kind == "base" and all(speaker_of(clip, speaker) for clip in corpus.clips):
+        return "speakers"
+    return next(task for task, of_kind in TASKS.items() if of_kind == kind)
+
+
 def plan_talker(base: Path, corpus: Corpus, options: PromptOptions | None, *, seed: int = 0) -> Plan:
     """Checks that checkpoint, set and task go together, and gives new speakers their rows.
 
-    `options` None picks the task by the checkpoint's kind. A Base model becomes a CustomVoice model by "speakers".
+    `options` None picks the task, see `default_task`. A Base model becomes a CustomVoice model by "speakers".
 
     Raises InputError that says what does not fit.
     """
@@ -68,7 +76,7 @@ def plan_talker(base: Path, corpus: Corpus, options: PromptOptions | None, *, se
             "with this model",
             field="data",
         )
-    options = options or PromptOptions(next(task for task, kind in TASKS.items() if kind == config.kind))
+    options = options or PromptOptions(default_task(base, corpus))
     rows: dict[int, np.ndarray] = {}
     if options.task == "speakers" and config.kind != "voice_design":
         known = {name.lower() for name in config.talker.spk_id}
@@ -113,6 +121,7 @@ def train_talker(
     is_sharded: bool = False,
     sink: Sink | None = None,
     is_quiet: bool = False,
+    base_name: str | None = None,
 ) -> Outcome:
     """Trains the talker of checkpoint folder `base` on the prepared set `data`; goes on if `out` has a state.
 
@@ -124,6 +133,8 @@ def train_talker(
         validation_share: clips kept from training, at most 64.
         device: of this process; see `Ranks.join` for several.
         is_sharded: spread parameters over the processes (FSDP2) instead of repeating them.
+        sink, is_quiet: see `Progress`.
+        base_name: what the model card calls the base; None is its folder's name.
 
     Raises InputError, CheckpointError or OutOfMemoryError.
     """
@@ -150,7 +161,7 @@ def train_talker(
     if outcome.best_step not in (None, outcome.steps):
         best = next(path for path in states(out / "state") if path.name.endswith(f"-{outcome.best_step:08d}"))
         load_weights(best, {f"weight:{name}": tensor for name, tensor in trained.items()}, ranks)
-    card = talker_card(plan, corpus, recipe, loop, outcome)
+    card = talker_card(plan, corpus, recipe, loop, outcome, base_name or base.name)
     export_model(
         task.network, base, out / "model",
         config_json=plan.config_json, speaker_rows=plan.speaker_rows, card=card, ranks=ranks,
@@ -159,7 +170,9 @@ def train_talker(
     return outcome
 
 
-def talker_card(plan: Plan, corpus: Corpus, recipe: TalkerRecipe, loop: LoopOptions, outcome: Outcome) -> str:
+def talker_card(
+    plan: Plan, corpus: Corpus, recipe: TalkerRecipe, loop: LoopOptions, outcome: Outcome, base_name: str
+) -> str:
     """The model card of a trained talker."""
     facts = {
         "method": recipe.method if recipe.method == "full" else f"{recipe.method}, rank {recipe.rank}",
@@ -175,7 +188,7 @@ def talker_card(plan: Plan, corpus: Corpus, recipe: TalkerRecipe, loop: LoopOpti
     names = {row: name for name, row in plan.config_json["talker_config"]["spk_id"].items() if isinstance(row, int)}
     speakers = [names[row] for row in plan.speaker_rows]
     languages = sorted({clip.language for clip in corpus.clips} - {"auto"})
-    return model_card(facts, base_model=plan.base.name, speakers=speakers, languages=languages)
+    return model_card(facts, base_model=base_name, speakers=speakers, languages=languages)
 
 
 def make_preview(task: TalkerTask, plan: Plan, folder: Path) -> Callable[[int], None]:

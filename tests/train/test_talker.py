@@ -12,6 +12,7 @@ from sottovoce.model.reference import generate
 from sottovoce.train.batches import collate
 from sottovoce.train.loop import Loop, LoopOptions
 from sottovoce.train.optim import AdamOptions, AdamW
+from sottovoce.train.recipe import TalkerRecipe, prepare_network
 from sottovoce.train.talker import TalkerTask
 from sottovoce.types import Sampling
 from tests.train.talker_cases import codes_of, examples, load
@@ -47,9 +48,10 @@ def generated_logits(network, example) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["voice_design", "custom_voice", "base"])
 def test_logits_in_training_are_those_of_generation(kind, layout):
     network, cases = load(kind, layout, torch.float64), examples(kind, layout)
-    batch = collate(cases, END)
+    trained, batch = load(kind, layout, torch.float64), collate(cases, END)
+    prepare_network(trained, TalkerRecipe())
     with torch.no_grad():
-        first, rest = TalkerTask(network).logits(batch)
+        first, rest = TalkerTask(trained).logits(batch)
         expected = [generated_logits(network, case) for case in cases]
     assert first.dtype == torch.float64
     torch.testing.assert_close(first, torch.cat([f for f, _ in expected]), rtol=0, atol=1e-10)

@@ -1,0 +1,3 @@
+from tests.cli.run import sottovoce
+
+__all__ = ["sottovoce"]
