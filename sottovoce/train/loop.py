@@ -48,7 +48,8 @@ class Task(Protocol):
 
     `loss_weights` names the losses that are trained on, with their factors; `forward` may return more, for the log.
     A task with further state that training changes (averages, codebooks) has `saved_tensors()`, name -> tensor, which
-    are overwritten in place when a run goes on; one that does something after each step has `after_step(step)`.
+    are overwritten in place when a run goes on; one that does something after each step has `after_step(step)`; one that
+    gathers statistics in `forward` has `start_step()`, called before a step and before it is done again.
     """
 
     loss_weights: Mapping[str, float]
@@ -271,6 +272,7 @@ class Loop:
         while True:
             pieces = self._fitting(batches)
             seed_all(self.options.seed, step, self.ranks.rank)
+            getattr(self.task, "start_step", lambda: None)()
             try:
                 return self._backward(pieces, counts)
             except torch.OutOfMemoryError as error:
