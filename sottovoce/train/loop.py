@@ -48,8 +48,8 @@ class Task(Protocol):
 
     `loss_weights` names the losses that are trained on, with their factors; `forward` may return more, for the log.
     A task with further state that training changes (averages, codebooks) has `saved_tensors()`, name -> tensor, which
-    are overwritten in place when a run goes on; one that does something after each step has `after_step(step)`; one that
-    gathers statistics in `forward` has `start_step()`, called before a step and before it is done again.
+    are overwritten in place when a run goes on; one that does something after each step has `after_step(step)`; one
+    that gathers statistics in `forward` has `start_step()`, called before a step and before it is done again.
     """
 
     loss_weights: Mapping[str, float]

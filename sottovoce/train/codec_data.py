@@ -1,0 +1,239 @@
+"""Recordings to batches of pieces for the codec: decoded once into one file of samples, then cut at random.
+
+Everything random follows from (seed, batch), so batch n is the same whenever it is asked for. Knows no codec.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sottovoce.audio.io import read_audio
+from sottovoce.audio.resample import resample
+from sottovoce.train.clips import AUDIO_ENDINGS, reason_of
+from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE, InputError
+
+MIN_S = 0.5
+SAMPLES_FILE, INDEX_FILE = "audio.i16", "audio.json"
+
+
+@dataclass(frozen=True)
+class CodecBatch:
+    """Pieces of recordings, silence behind the shorter ones.
+
+    Args:
+        inputs: float32 [B, N] at 24 kHz, for the encoder; N a multiple of a frame.
+        targets: float32 [B, M] at the decoder's rate: `inputs` itself where that is 24 kHz too.
+        num_samples: of `targets` that count, per row.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    num_samples: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Frames, silence included."""
+        return self.inputs.numel() // FRAME_SAMPLES
+
+    @property
+    def audio_s(self) -> float:
+        return sum(self.num_samples) / self.targets.shape[1] * self.inputs.shape[1] / SAMPLE_RATE
+
+    def to(self, device: torch.device) -> CodecBatch:
+        inputs = self.inputs.to(device)
+        return replace(self, inputs=inputs, targets=inputs if self.is_same else self.targets.to(device))
+
+    @property
+    def is_same(self) -> bool:
+        return self.targets is self.inputs
+
+    def split(self) -> tuple[CodecBatch, CodecBatch] | None:
+        """Its rows in two halves."""
+        half = len(self.inputs) // 2
+        return (self.rows(slice(0, half)), self.rows(slice(half, None))) if half else None
+
+    def rows(self, rows: slice) -> CodecBatch:
+        inputs = self.inputs[rows]
+        return CodecBatch(inputs, inputs if self.is_same else self.targets[rows], self.num_samples[rows])
+
+
+class Recordings:
+    """Samples of all recordings, int16 in a file that is mapped into memory.
+
+    Args:
+        sample_rate: of what is stored.
+        spans: first sample and number of samples of each recording.
+    """
+
+    def __init__(self, samples: np.ndarray, spans: Sequence[tuple[int, int]], sample_rate: int) -> None:
+        self.samples, self.spans, self.sample_rate = samples, list(spans), sample_rate
+        if not self.spans:
+            raise InputError("no recording can be used", field="data")
+
+    @property
+    def total_s(self) -> float:
+        return sum(count for _, count in self.spans) / self.sample_rate
+
+    def read(self, index: int, start: int = 0, count: int | None = None) -> np.ndarray:
+        """float32 samples of a recording from sample `start` on, at most `count`."""
+        first, length = self.spans[index]
+        stop = length if count is None else min(length, start + count)
+        return self.samples[first + start : first + stop].astype(np.float32) / 32768
+
+
+def gather_recordings(
+    source: Path, folder: Path, sample_rate: int, report: Callable[[str, str], None] = lambda name, reason: None
+) -> Recordings:
+    """Decodes all recordings of `source` into `folder`, or takes what is there from the same source.
+
+    Args:
+        source: a folder, or a text or jsonl file that names one recording a line (with the key "audio").
+        report: called with the name of a recording that cannot be used, and why.
+
+    Raises InputError if none can be used.
+    """
+    paths = list(_paths(source))
+    key = _key(paths, sample_rate)
+    index_path, samples_path = folder / INDEX_FILE, folder / SAMPLES_FILE
+    if index_path.is_file():
+        index = json.loads(index_path.read_text("utf-8"))
+        if index["key"] == key:
+            for name, reason in index["dropped"]:
+                report(name, reason)
+            return _mapped(samples_path, index["spans"], sample_rate)
+    folder.mkdir(parents=True, exist_ok=True)
+    spans, dropped, total = [], [], 0
+    with samples_path.with_suffix(".partial").open("wb") as file:
+        for path in paths:
+            try:
+                samples = read_audio(path, sample_rate=sample_rate, field="audio", min_s=MIN_S)
+            except (InputError, OSError) as error:
+                dropped.append((str(path), reason_of(error)))
+                report(*dropped[-1])
+                continue
+            file.write((samples.clip(-1, 1) * 32767).round().astype("<i2").tobytes())
+            spans.append((total, len(samples)))
+            total += len(samples)
+    os.replace(file.name, samples_path)
+    index = {"key": key, "spans": spans, "dropped": dropped}
+    partial = index_path.with_suffix(".partial")
+    partial.write_text(json.dumps(index), "utf-8")
+    os.replace(partial, index_path)
+    return _mapped(samples_path, spans, sample_rate)
+
+
+class PieceStream:
+    """Batches of pieces without end, each second of sound as likely as any other.
+
+    Args:
+        indices: recordings to take.
+        rows: pieces a batch.
+        piece_frames: length of a piece in frames of 80 ms.
+        min_gain_db: each piece is made quieter by up to this, so that the codec learns all levels.
+    """
+
+    def __init__(
+        self, recordings: Recordings, indices: Sequence[int], rows: int, piece_frames: int, *, seed: int = 0,
+        min_gain_db: float = -12.0,
+    ) -> None:  # fmt: skip
+        self.recordings, self.indices, self.rows, self.seed = recordings, np.asarray(indices), rows, seed
+        self.piece_frames, self.min_gain_db = piece_frames, min_gain_db
+        lengths = np.array([recordings.spans[i][1] for i in indices], float)
+        if not len(lengths):
+            raise InputError("there is no recording to train on", field="data")
+        self._edges = lengths.cumsum() / lengths.sum()
+
+    def __getitem__(self, index: int) -> CodecBatch:
+        rng = np.random.default_rng((self.seed, index))
+        count = piece_samples(self.piece_frames, self.recordings.sample_rate)
+        pieces = []
+        for _ in range(self.rows):
+            recording = int(self.indices[np.searchsorted(self._edges, rng.random(), side="right")])
+            room = max(0, self.recordings.spans[recording][1] - count)
+            gain = 10 ** (rng.uniform(self.min_gain_db, 0) / 20)
+            pieces.append(gain * self.recordings.read(recording, int(rng.integers(room + 1)), count))
+        return collate(pieces, self.piece_frames, self.recordings.sample_rate)
+
+
+def collate(pieces: Sequence[np.ndarray], num_frames: int, sample_rate: int) -> CodecBatch:
+    """Pieces at `sample_rate`, none longer than `num_frames`, with silence behind."""
+    count = piece_samples(num_frames, sample_rate)
+    targets = np.zeros((len(pieces), count), np.float32)
+    for row, piece in zip(targets, pieces):
+        row[: len(piece)] = piece
+    lengths = tuple(len(piece) for piece in pieces)
+    whole = torch.from_numpy(targets)
+    if sample_rate == SAMPLE_RATE:
+        return CodecBatch(whole, whole, lengths)
+    inputs = np.zeros((len(pieces), num_frames * FRAME_SAMPLES), np.float32)
+    for row, target in zip(inputs, targets):
+        low = resample(target, sample_rate, SAMPLE_RATE)[: len(row)]
+        row[: len(low)] = low
+    return CodecBatch(torch.from_numpy(inputs), whole, lengths)
+
+
+def piece_samples(num_frames: int, sample_rate: int) -> int:
+    return num_frames * FRAME_SAMPLES * sample_rate // SAMPLE_RATE
+
+
+def whole_batches(
+    recordings: Recordings, indices: Sequence[int], max_s: float, max_batch_s: float
+) -> list[CodecBatch]:
+    """Each recording once, cut at `max_s`, sorted by length into batches of at most `max_batch_s`, padding included."""
+    rate, rows, batches = recordings.sample_rate, [], []
+    frame = piece_samples(1, rate)
+    clips = sorted((recordings.read(int(i), 0, int(max_s * rate)) for i in indices), key=len)
+
+    def flush() -> None:
+        batches.append(collate(rows, -(-len(rows[-1]) // frame), rate))
+
+    for clip in clips:
+        if rows and (len(rows) + 1) * len(clip) > max_batch_s * rate:
+            flush()
+            rows = []
+        rows.append(clip)
+    if rows:
+        flush()
+    return batches
+
+
+def _paths(source: Path) -> Iterator[Path]:
+    if source.is_dir():
+        yield from sorted(path for path in source.rglob("*") if path.suffix.lower() in AUDIO_ENDINGS)
+    elif source.is_file():
+        for line in source.read_text("utf-8").splitlines():
+            if line.strip():
+                yield source.parent / _audio_of(line.strip())
+    else:
+        raise InputError(f"there is no folder or list {str(source)!r}", field="data")
+
+
+def _audio_of(line: str) -> str:
+    if not line.startswith("{"):
+        return line
+    try:
+        return str(json.loads(line)["audio"])
+    except (json.JSONDecodeError, KeyError):
+        return line  # which is no file, and is reported as such
+
+
+def _key(paths: Sequence[Path], sample_rate: int) -> str:
+    digest = hashlib.sha256(str(sample_rate).encode())
+    for path in paths:
+        size = path.stat().st_size if path.is_file() else -1
+        digest.update(f"{path.absolute()}\0{size}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _mapped(path: Path, spans: Sequence[tuple[int, int]], sample_rate: int) -> Recordings:
+    samples = np.memmap(path, "<i2", "r") if path.stat().st_size else np.zeros(0, "<i2")
+    return Recordings(samples, [tuple(span) for span in spans], sample_rate)
