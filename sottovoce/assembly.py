@@ -20,7 +20,7 @@ from sottovoce.memory.describe import advice_lines
 from sottovoce.memory.footprint import Layout
 from sottovoce.memory.oom import Guard
 from sottovoce.memory.plan import Plan, gigabytes, make_plan, parse_bytes
-from sottovoce.memory.probe import DTYPES, look_at
+from sottovoce.memory.probe import DTYPES, KV_DTYPES, look_at
 from sottovoce.model.rowtable import load_text_rows
 from sottovoce.model.weights import load_codec, load_network
 from sottovoce.types import OutOfMemoryError
@@ -98,6 +98,7 @@ def build_engine(folder: Path, plan: Plan, device: torch.device) -> Engine:
         select(device, dtype),
         capacity_of(layout),
         layout.max_positions,
+        kv_dtype=KV_DTYPES[layout.kv_dtype],
         guard=Guard.remembering(device, name),
     )
 

@@ -17,9 +17,11 @@ import numpy as np
 from sottovoce.engine.audio import AudioStage, Stream
 from sottovoce.engine.graphs import HostCopy
 from sottovoce.engine.pages import page_digests
+from sottovoce.engine.parts import Parts
 from sottovoce.engine.request import Capacity, Row, Stats, Step
 from sottovoce.engine.runner import Job, Runner
 from sottovoce.engine.scheduler import Scheduler
+from sottovoce.memory import trace
 from sottovoce.memory.oom import Guard, forget_frames, is_oom
 from sottovoce.model.network import Network
 from sottovoce.model.prompt import PromptPlan
@@ -33,6 +35,8 @@ from sottovoce.types import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from sottovoce.kernels import Ops
 
 
@@ -90,6 +94,7 @@ class Engine:
         ops: the operations to use.
         capacity: memory and batch; see `request.Capacity`.
         max_positions: longest prompt and speech of one request together.
+        kv_dtype: of keys and values; None is the network's.
         use_graphs: capture steps on a GPU.
         clock: seconds, monotonic.
         guard: for when memory runs out, with what is remembered of earlier runs.
@@ -103,12 +108,14 @@ class Engine:
         capacity: Capacity,
         max_positions: int,
         *,
+        kv_dtype: torch.dtype | None = None,
         use_graphs: bool = True,
         clock: Callable[[], float] = time.monotonic,
         guard: Guard | None = None,
     ) -> None:
         self.network, self.capacity, self.max_positions = network, capacity, max_positions
-        self.runner = Runner(network, ops, capacity, max_positions, use_graphs=use_graphs, guard=guard)
+        settings = {"kv_dtype": kv_dtype, "use_graphs": use_graphs, "guard": guard}
+        self.runner = Runner(network, ops, capacity, max_positions, **settings)
         self.guard = self.runner.guard
         self.scheduler = Scheduler(capacity)
         self.audio = audio
@@ -119,6 +126,20 @@ class Engine:
         self._jobs: dict[Hashable, Job] = {}
         self._in_flight: deque[tuple[Step, HostCopy | None]] = deque()
         self._events: list[Event] = []
+        self._parts: Parts | None = None
+        self._trace = trace.current()
+        if self._trace is not None:
+            self._trace.tell_parts(self.bytes_by_part)
+
+    def bytes_by_part(self) -> dict[str, int]:
+        """Device bytes of what is loaded and of what requests hold, by the names of a plan."""
+        if self._parts is None:
+            self._parts = Parts(self)
+        return self._parts.now(self)
+
+    def _mark(self, phase: str) -> None:
+        if self._trace is not None:
+            self._trace.mark(phase)
 
     def warm_up(self) -> None:
         """Compiles kernels and captures graphs for every batch now, so that no request waits for them later."""
@@ -198,6 +219,8 @@ class Engine:
             self._collect()
         if self.audio is not None and self.audio.has_work:
             self._speak()
+        if not self.has_work:
+            self._mark("idle")
         events, self._events = self._events, []
         return events
 
@@ -216,6 +239,7 @@ class Engine:
             step = self.scheduler.schedule(self._clock())
             if step is None:
                 return
+            self._mark("prompt" if step.prefill else "decode")
             self._in_flight.append((step, self.runner.launch(step, self._jobs, self._history, self._fail)))
 
     def _history(self, row: Row) -> list[int]:
@@ -248,6 +272,7 @@ class Engine:
                 self._finish(row.id, np.empty(0, np.float32), np.stack(active.frames) if self.audio is None else None)
 
     def _speak(self) -> None:
+        self._mark("codec")
         for chunk in self.audio.run(is_waiting=not self._in_flight):
             if chunk.error is not None:
                 self._fail(self._active[chunk.id].row, chunk.error)

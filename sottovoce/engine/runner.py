@@ -8,7 +8,7 @@ repeated in halves: rows do not depend on their company, so the codes are the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +51,7 @@ class Runner:
         ops: the operations to use.
         capacity: the scheduler's.
         max_positions: longest sequence of one request.
+        kv_dtype: of keys and values; None is the network's.
         use_graphs: capture steps on a GPU.
         guard: for when memory runs out.
     """
@@ -62,14 +63,17 @@ class Runner:
         capacity: Capacity,
         max_positions: int,
         *,
+        kv_dtype: torch.dtype | None = None,
         use_graphs: bool = True,
         guard: Guard | None = None,
     ) -> None:
+        if kv_dtype is not None and ops.frame is not None and kv_dtype not in ops.frame.kv_dtypes:
+            ops = replace(ops, frame=None)
         self.model = StepModel(network, ops, max_positions)
         device, dtype = self.model.device, self.model.dtype
         max_pages = -(-max_positions // capacity.page_tokens)
         self.tables = SlotTables.empty(network.config, capacity.max_rows, max_pages, device, dtype)
-        self.kv = Pages.empty(network, capacity.num_pages, capacity.page_tokens)
+        self.kv = Pages.empty(network, capacity.num_pages, capacity.page_tokens, kv_dtype)
         self.tables.pages.fill_(capacity.num_pages)  # unset entries point at the scratch page
         self.launcher = Launcher(device, use_graphs=use_graphs)
         self.guard = Guard(device) if guard is None else guard
@@ -292,15 +296,13 @@ class Runner:
         job = jobs[swap.row.id]
         job.saved = self.tables.save(swap.slot)
         for page, host_page in zip(swap.pages, swap.host_pages, strict=True):
-            both = (self.kv.keys[:, page], self.kv.values[:, page])
-            self._host_pages[host_page] = tuple(half.to("cpu", copy=True) for half in both)
+            self._host_pages[host_page] = self.kv.save(page)
 
     def _swap_in(self, swap: Swap, jobs: Mapping[Hashable, Job]) -> None:
         job = jobs[swap.row.id]
         self.tables.restore(swap.slot, job.saved)
         for page, host_page in zip(swap.pages, swap.host_pages, strict=False):
-            keys, values = self._host_pages[host_page]
-            self.kv.keys[:, page], self.kv.values[:, page] = keys.to(self.model.device), values.to(self.model.device)
+            self.kv.load(page, self._host_pages[host_page])
         job.saved = None  # last, so that it can be repeated
         for host_page in swap.host_pages:
             del self._host_pages[host_page]

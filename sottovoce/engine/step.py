@@ -41,21 +41,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """Keys and values of all sequences, [L, N + 1, page_tokens, Hkv, head_dim] each; the last page is scratch."""
+    """Keys and values of all sequences, [L, N + 1, page_tokens, Hkv, head_dim] each; the last page is scratch.
 
-    keys: Tensor
-    values: Tensor
+    Where layers are on several devices, a list of [N + 1, ...], each where its layer is.
+    """
+
+    keys: Tensor | list[Tensor]
+    values: Tensor | list[Tensor]
 
     @classmethod
-    def empty(cls, network: Network, num_pages: int, page_tokens: int) -> Pages:
+    def empty(cls, network: Network, num_pages: int, page_tokens: int, dtype: torch.dtype | None = None) -> Pages:
+        """`dtype` None is the network's; float8_e4m3fn takes half."""
         config, weight = network.config.talker, network.talker.codec_head.weight
-        shape = (config.num_hidden_layers, num_pages + 1, page_tokens, config.num_key_value_heads, config.head_dim)
+        shape = (num_pages + 1, page_tokens, config.num_key_value_heads, config.head_dim)
+        devices = [layer.input_layernorm.weight.device for layer in network.talker.decoder.layers]
         # Zeros, because positions that were never written are read and masked: NaN would pass the mask.
-        return cls(weight.new_zeros(shape), weight.new_zeros(shape))
+        if len({*devices, weight.device}) > 1:
+            halves = [[weight.new_zeros(shape, dtype=dtype, device=d) for d in devices] for _ in range(2)]
+        else:
+            halves = [weight.new_zeros((len(devices), *shape), dtype=dtype) for _ in range(2)]
+        return cls(*halves)
 
     @property
     def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(layer.nbytes for half in (self.keys, self.values) for layer in half)
+
+    def save(self, page: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a page, [L, page_tokens, Hkv, head_dim] each, on the host."""
+        if isinstance(self.keys, Tensor):
+            return tuple(half[:, page].to("cpu", copy=True) for half in (self.keys, self.values))
+        return tuple(torch.stack([t[page].to("cpu") for t in half]) for half in (self.keys, self.values))
+
+    def load(self, page: int, saved: tuple[Tensor, Tensor]) -> None:
+        for half, values in zip((self.keys, self.values), saved, strict=True):
+            if isinstance(half, Tensor):
+                half[:, page] = values.to(half.device)
+            else:
+                for layer, value in zip(half, values, strict=True):
+                    layer[page] = value.to(layer.device)
 
 
 class StepModel:
@@ -183,6 +206,7 @@ class StepModel:
         """All layers of the talker on rows [n, D], before the final norm."""
         ops, layers = self.ops, self.layers
         for index, layer in enumerate(layers):
+            x, positions, pages, rope = self._bring(index, x, positions, pages)
             is_last = index + 1 == len(layers)
             following = self.network.talker.codec_head.weight if is_last else layers[index + 1].qkv
             qkv = ops.norm_linear(x, layer.input_norm, self.eps, layer.qkv, prefetch=layer.out)
@@ -191,7 +215,7 @@ class StepModel:
                 qkv,
                 *norms,
                 self.eps,
-                *self.rope,
+                *rope,
                 positions,
                 *caches,
                 pages,
@@ -204,6 +228,12 @@ class StepModel:
             inner = ops.norm_gate_up(x, layer.post_norm, self.eps, layer.gate_up, prefetch=layer.down)
             x = ops.linear_residual(inner, layer.down, x, prefetch=following)
         return x
+
+    def _bring(
+        self, index: int, x: Tensor, positions: Tensor, pages: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Inputs, positions, page tables and rotations where layer `index` is: for models on several devices."""
+        return x, positions, pages, self.rope
 
     def _project(self, x: Tensor) -> Tensor:
         projection = self.network.predictor.small_to_mtp_projection

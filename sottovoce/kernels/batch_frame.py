@@ -23,6 +23,7 @@ class BatchFrame:
     """
 
     backend = "cuda"
+    kv_dtypes = (torch.bfloat16,)
 
     def __init__(
         self,

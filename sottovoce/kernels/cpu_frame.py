@@ -23,6 +23,7 @@ from torch import Tensor
 from sottovoce.kernels.cpu_product import product
 from sottovoce.kernels.cpu_sample import RowSampling, Sampler, punish
 from sottovoce.kernels.tables import LayerWeights, Limits, PredictorWeights, SampleRows
+from sottovoce.kernels.torch_ops import narrowed
 
 Array = NDArray[np.float32]
 
@@ -44,6 +45,7 @@ class RowFrame:
     """
 
     backend = "cpu"
+    kv_dtypes = (torch.float32, torch.float8_e4m3fn)
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class RowFrame:
             x: [B, D], the talker's inputs.
             positions: int32 [B]; rows at negative ones are padding and get zeros.
             pages: int32 [B, max_pages], the pages of each row in order.
-            keys, values: [L, pages, page, Hkv, hd], written at `positions`.
+            keys, values: [L, pages, page, Hkv, hd] in one of `kv_dtypes`, written at `positions`.
             first, others: sampling of codebook 0 and of the rest.
             limits: of codebook 0; `seen` takes the new codes.
             text: [B, D], rows to be added to the next inputs.
@@ -98,7 +100,7 @@ class RowFrame:
         next_input = torch.zeros_like(x)
         firsts, rests = RowSampling.of(first), RowSampling.of(others)
         codes_out, next_out, rows, texts = codes.numpy(), next_input.numpy(), x.numpy(), text.numpy()
-        caches = keys.numpy(), values.numpy()
+        caches = (keys, values) if keys.dtype != torch.float32 else (keys.numpy(), values.numpy())
         with np.errstate(over="ignore"):  # exp(-x) of a very negative gate is inf, and its SiLU 0, as it should be
             for row, position in enumerate(positions.tolist()):
                 if position < 0:
@@ -117,7 +119,7 @@ class RowFrame:
                 next_out[row] += texts[row]
         return codes, next_input
 
-    def _run_talker(self, x: Array, position: int, pages: Tensor, keys: Array, values: Array) -> None:
+    def _run_talker(self, x: Array, position: int, pages: Tensor, keys: Array | Tensor, values: Array | Tensor) -> None:
         """Leaves the hidden state, before the final norm, in the talker's `x`."""
         talker, page = self._talker, keys.shape[2]
         talker.x[...] = x
@@ -125,9 +127,24 @@ class RowFrame:
         used = pages[: position // page + 1].numpy()
         here = used[-1], position % page
         span = slice(used[0], used[0] + len(used)) if (np.diff(used) == 1).all() else used  # a slice copies nothing
+        if isinstance(keys, Tensor):
+            self._run_narrow(cos, sin, position, here, torch.from_numpy(used), keys, values)
+            return
         for layer, k_cache, v_cache in zip(talker.layers, keys, values, strict=True):
             layer.project(layer.norms * cos, layer.swapped_norms * sin, k_cache[here], v_cache[here])
             past = (cache[span].reshape(-1, *cache.shape[2:])[: position + 1] for cache in (k_cache, v_cache))
+            layer.finish(*_heads_first(*past))
+
+    def _run_narrow(
+        self, cos: Array, sin: Array, position: int, here: tuple[int, int], used: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """The layers over caches in fewer bits, which numpy does not have."""
+        new = np.empty((2, *keys.shape[3:]), np.float32)
+        for layer, *caches in zip(self._talker.layers, keys, values, strict=True):
+            layer.project(layer.norms * cos, layer.swapped_norms * sin, *new)
+            for cache, value in zip(caches, new, strict=True):
+                cache[here] = narrowed(torch.from_numpy(value), cache.dtype)
+            past = (cache[used].float().flatten(0, 1)[: position + 1].numpy() for cache in caches)
             layer.finish(*_heads_first(*past))
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sottovoce.kernels.torch_ops import narrowed
+
 SPAN = 64  # positions that are taken together, masked or not
 
 
@@ -46,13 +48,13 @@ def attend(
     places = positions[real].long()
     queries, keys, values = _heads(qkv[real], q_norm, k_norm, eps, cos[places], sin[places], num_kv_heads)
     target = block_table[real].gather(1, (places // page)[:, None])[:, 0].long(), places % page
-    k_cache[target], v_cache[target] = keys, values
+    k_cache[target], v_cache[target] = (narrowed(new, k_cache.dtype) for new in (keys, values))
     queries = queries.unflatten(1, result.shape[1:3]) * head_dim**-0.5  # [n, Hkv, H / Hkv, hd]
     start = 0
     for span, members in spans.items():
         some = slice(start, start := start + len(members))
         pages = block_table[members, : -(-(span + 1) * SPAN // page)].long()
-        past = (cache[pages].flatten(1, 2) for cache in (k_cache, v_cache))  # [n, T, Hkv, hd]
+        past = (cache[pages].flatten(1, 2).to(qkv.dtype) for cache in (k_cache, v_cache))  # [n, T, Hkv, hd]
         # Contiguous products, whose sums do not depend on the number of rows as those of scaled_dot_product_attention
         # (split among threads) and of transposed views do.
         keys, values = (t.permute(0, 2, *order).contiguous() for t, order in zip(past, ((3, 1), (1, 3)), strict=True))

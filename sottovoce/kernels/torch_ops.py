@@ -17,6 +17,8 @@ from sottovoce.kernels.quantized import QuantWeight, linear
 from sottovoce.kernels.random import gumbel
 from sottovoce.kernels.tables import Embed, Limits, SampleRows
 
+FP8_MAX = 448.0  # the largest number in e4m3
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
     """[B, D]: x / rms(x) in float32, cast to the dtype of `x` and only then multiplied by `weight`."""
@@ -86,9 +88,9 @@ def attend(
 
     Heads of queries and keys are normalized and rotated by rows `positions` [B] of `cos`, `sin` [P, hd]; key and value
     are written at that position; the query attends to positions 0 to its own. `k_cache`, `v_cache` are
-    [pages, page, Hkv, hd], `block_table` [B, max_pages] (int32) the pages of each row in order. A row with a negative
-    position is padding: it writes to no page and its output is zero. `is_prompt`: rows may belong to one sequence and
-    see each other's keys and values.
+    [pages, page, Hkv, hd], in the dtype of `qkv` or in float8_e4m3fn; `block_table` [B, max_pages] (int32) are the
+    pages of each row in order. A row with a negative position is padding: it writes to no page and its output is zero.
+    `is_prompt`: rows may belong to one sequence and see each other's keys and values.
     """
     page, num_kv_heads = k_cache.shape[1:3]
     valid = positions >= 0
@@ -100,11 +102,12 @@ def attend(
     source = torch.where(valid, torch.arange(len(place), device=qkv.device), first)
     target = block_table[source].gather(1, (place[source] // page)[:, None])[:, 0].long(), place[source] % page
     for cache, new in ((k_cache, keys), (v_cache, values)):
-        cache[target] = torch.where(valid.any(), new[source], cache[target])
+        cache[target] = torch.where(valid.any(), narrowed(new, cache.dtype)[source], cache[target])
 
     if not qkv.is_cuda:  # only what is in use; reading a device's positions would stall it
         block_table = block_table[:, : int(place.max()) // page + 1]
-    keys, values = (c[block_table.long()].flatten(1, 2) for c in (k_cache, v_cache))  # [B, T, Hkv, hd]
+    past = (c[block_table.long()].flatten(1, 2) for c in (k_cache, v_cache))
+    keys, values = (t.to(qkv.dtype) for t in past)  # [B, T, Hkv, hd]
     visible = torch.arange(keys.shape[1], device=qkv.device)[None] <= place[:, None]
     result = _attention(queries[:, None], keys, values, visible[:, None])
     return _into(out, torch.where(valid[:, None], result[:, 0], 0.0))
@@ -222,6 +225,13 @@ def place_embeddings(codes: Tensor, embed: Embed) -> None:
         embed.x.copy_(embed.table[codes])
     if embed.next_input is not None:
         embed.next_input.copy_(embed.sum.to(embed.text.dtype) + embed.text)
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in the dtype of a cache. What float8 cannot hold becomes the largest that it can, on any version of torch."""
+    if dtype == torch.float8_e4m3fn:
+        x = x.clamp(-FP8_MAX, FP8_MAX)
+    return x.to(dtype)
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:

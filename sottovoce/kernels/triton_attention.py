@@ -41,6 +41,14 @@ def norm_and_rotate(
     return first.to(dtype), second.to(dtype)
 
 
+@triton.jit
+def narrowed(x, dtype: tl.constexpr):
+    """As `torch_ops.narrowed`."""
+    if dtype == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+    return x.to(dtype)
+
+
 @triton.jit(do_not_specialize=["max_pages", "num_programs", "next_bytes"])
 def attend_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, k_ptr, v_ptr, table_ptr, out_ptr,
@@ -85,6 +93,7 @@ def attend_kernel(
                 k_ptr + slot[:, None] + HD // 2 + half[None, :], mask=old[:, None] & in_half[None, :], other=0.0
             )
             v = tl.load(v_ptr + slot[:, None] + d[None, :], mask=old[:, None] & in_head[None, :], other=0.0)
+            k_a, k_b, v = k_a.to(q_a.dtype), k_b.to(q_a.dtype), v.to(q_a.dtype)
             if split == num_splits - 1:  # this split owns the new token
                 one = tl.arange(0, 1)
                 new_row = one * 0 + (H + head) * HD
@@ -92,12 +101,16 @@ def attend_kernel(
                     base, k_norm_ptr, cos_ptr, sin_ptr, new_row, one == 0, one * 0 + position, eps, HD, HALF
                 )
                 new_v = tl.load(base + (H + HKV + head) * HD + d, mask=in_head, other=0.0)[None, :]
+                # As they will be read from now on, so that a row that is repeated attends to the same numbers.
+                new_a, new_b = narrowed(new_a, k_ptr.dtype.element_ty), narrowed(new_b, k_ptr.dtype.element_ty)
+                new_v = narrowed(new_v, v_ptr.dtype.element_ty)
                 own = (index == position)[:, None]
                 new_slot = tl.sum(tl.where(index == position, slot, 0), 0)
                 tl.store(k_ptr + new_slot + half[None, :], new_a, mask=in_half[None, :])
                 tl.store(k_ptr + new_slot + HD // 2 + half[None, :], new_b, mask=in_half[None, :])
                 tl.store(v_ptr + new_slot + d[None, :], new_v, mask=in_head[None, :])
-                k_a, k_b, v = tl.where(own, new_a, k_a), tl.where(own, new_b, k_b), tl.where(own, new_v, v)
+                k_a, k_b = tl.where(own, new_a.to(q_a.dtype), k_a), tl.where(own, new_b.to(q_a.dtype), k_b)
+                v = tl.where(own, new_v.to(q_a.dtype), v)
             s = tl.dot(q_a, tl.trans(k_a), input_precision=PRECISION)
             s = tl.dot(q_b, tl.trans(k_b), s, input_precision=PRECISION) * scale
             s = tl.where((index <= position)[None, :], s, float("-inf"))

@@ -13,6 +13,7 @@ from sottovoce.memory.footprint import CONTEXT_BYTES
 from sottovoce.types import InputError, NotFoundError, nearest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 def pick_device(name: str | torch.device | None) -> torch.device:

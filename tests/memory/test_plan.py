@@ -187,7 +187,7 @@ def test_cards_by_other_names(name):
         ({"weights": {"codec": "int8"}}, "talker"),
         ({"kv": "fp4"}, "'fp8'"),
         ({"places": {"talker": "cpu"}}, "codec"),
-        ({"places": {"codec": "disk"}}, "host"),
+        ({"places": {"codec": "disk"}}, "cpu, device"),
         ({"rows": 0}, "rows"),
         ({"memory_bytes": 0}, "memory"),
         ({"memory_bytes": None}, "8GB"),
