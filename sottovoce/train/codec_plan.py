@@ -1,0 +1,124 @@
+"""How a codec batch is cut so that a step stays within a number of bytes, by arithmetic from the configuration.
+
+Counts what autograd keeps of each part for a slice, and what must exist for whole clips whatever the slices are. The
+factors are counts of tensors at the published shape, rounded up. Knows no device: libraries' workspaces are a lump sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from operator import mul
+
+from sottovoce.config import CodecConfig, CodecDecoderConfig, CodecEncoderConfig
+from sottovoce.train.codec_passes import CodecSlices
+from sottovoce.train.slices import Slices
+from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE
+
+STEPS_PER_FRAME = 2  # of the encoder's transformer
+WORKSPACE_BYTES = 64 << 20
+MIN_SLICE_S = 0.1
+LEAN_KEPT, PASSING = 7, 5  # tensors of a stage's size: kept by `codec_stack`, and alive besides in its backward pass
+
+
+@dataclass(frozen=True)
+class CodecPlan:
+    """`slices`, and bytes by part at the peak of a step: weights, gradients and optimizer are not among them."""
+
+    slices: CodecSlices
+    parts: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def plan_slices(
+    config: CodecConfig, rows: int, num_frames: int, budget_bytes: int, *, trains_encoder: bool = True,
+    element_bytes: int = 4,
+) -> CodecPlan:  # fmt: skip
+    """The longest slices with which a step of `rows` clips of `num_frames` frames stays within `budget_bytes`; if
+    nothing does, those with which it needs least.
+
+    Args:
+        trains_encoder: without, the encoder keeps nothing but still works in slices.
+        element_bytes: 4 for float32 activations of the decoder's convolutions, 2 for bfloat16.
+    """
+    decoder = config.decoder
+    per_frame = prod(decoder.upsampling_ratios)  # latents
+    num_latents = num_frames * per_frame
+    latents = 2 * element_bytes * rows * num_latents * decoder.latent_dim  # with their gradient
+    rate = decoder.frame_samples
+    waves = 4 * rows * num_frames * (2 * rate + (FRAME_SAMPLES if rate != FRAME_SAMPLES else 0))  # target, gradient
+    kept = {"waves": waves, "latents": latents, "workspace": WORKSPACE_BYTES}
+    room = budget_bytes - sum(kept.values())
+    tail = element_bytes * waveform_tail_elements(decoder)
+    step = element_bytes * waveform_elements(decoder)
+    cut = _longest(num_latents, rows, _steps(MIN_SLICE_S, num_frames, num_latents), room, step, tail)
+    kept["slice"] = cut.rows * cut.steps * step
+    kept["states"] = rows * -(-num_latents // cut.steps) * tail
+    # The other parts run when the dearest one does not: each may take as much as it has.
+    other = kept["slice"] + kept["states"]
+    frames = _longest(num_frames, rows, 1, other, 4 * latent_elements(decoder), 0)
+    encoder = config.encoder
+    num_steps, factor = num_frames * STEPS_PER_FRAME, 1 if trains_encoder else 1 / 5
+    steps = _longest(num_steps, rows, 1, other, int(4 * factor * step_elements(encoder)), 0)
+    samples = _longest(num_frames, rows, 1, other, int(4 * factor * FRAME_SAMPLES * sample_elements(encoder)), 0)
+    samples = Slices(samples.steps * FRAME_SAMPLES, samples.rows)
+    return CodecPlan(CodecSlices(samples, steps, frames, cut), kept)
+
+
+def waveform_elements(config: CodecDecoderConfig) -> int:
+    """Numbers alive a latent (and row) in the backward pass of the lean convolution stack."""
+    rates = list(accumulate(config.upsample_rates, mul))
+    sizes = [(config.decoder_dim >> (i + 1)) * rate for i, rate in enumerate(rates)]
+    return LEAN_KEPT * sum(sizes) + PASSING * max(sizes) + config.decoder_dim + 2 * config.latent_dim + rates[-1]
+
+
+def waveform_tail_elements(config: CodecDecoderConfig) -> int:
+    """Numbers in the state of the convolution stack, a row."""
+    widths = [config.decoder_dim >> i for i in range(len(config.upsample_rates) + 1)]
+    units = 6 * (1 + 3 + 9)  # kernel 7, dilations 1, 3, 9
+    return 6 * config.latent_dim + sum(widths[:-1]) + units * sum(widths[1:]) + 6 * widths[-1]
+
+
+def latent_elements(config: CodecDecoderConfig) -> int:
+    """Numbers kept a frame of the decoder's first half: transformer layers, then ConvNeXt blocks at rising rates."""
+    heads = config.num_attention_heads * config.head_dim
+    layer = 8 * config.hidden_size + 9 * heads + 3 * config.intermediate_size
+    rates = accumulate(config.upsampling_ratios, mul)
+    return config.num_hidden_layers * layer + sum(rates) * 13 * config.latent_dim
+
+
+def step_elements(config: CodecEncoderConfig) -> int:
+    """Numbers kept a step of the encoder's transformer."""
+    return config.num_hidden_layers * (12 * config.hidden_size + 2 * config.intermediate_size)
+
+
+def sample_elements(config: CodecEncoderConfig) -> float:
+    """Numbers kept a sample by the encoder's convolutions: 5 tensors of each stage's size, and passing ones."""
+    sizes, rate = [], 1.0
+    for index, stride in enumerate(reversed(config.upsampling_ratios)):
+        sizes.append(rate * (config.num_filters << index))
+        rate /= stride
+    return 5 * sum(sizes) + 3 * max(sizes)
+
+
+def _longest(length: int, rows: int, least: int, room: int, step_bytes: float, border_bytes: int) -> Slices:
+    """As long as `room` allows, then as many rows; slices of one length, so that their shapes repeat."""
+
+    def cost(slices: Slices) -> float:
+        borders = rows * -(-length // slices.steps)
+        return slices.rows * slices.steps * step_bytes + borders * border_bytes
+
+    pieces = [Slices(-(-length // n), 1) for n in range(1, max(1, length // least) + 1)]
+    slices = next((s for s in pieces if cost(s) <= room), None) or min(pieces, key=cost)
+    if slices.steps < length:
+        return slices
+    most = max((n for n in range(1, rows + 1) if cost(Slices(length, n)) <= room), default=1)
+    return Slices(length, -(-rows // -(-rows // most)))
+
+
+def _steps(seconds: float, num_frames: int, num_steps: int) -> int:
+    return max(1, int(seconds * SAMPLE_RATE / FRAME_SAMPLES * num_steps / num_frames))
