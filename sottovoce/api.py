@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,11 @@ from sottovoce.attempts import Company, Prepared, about_item, streamed
 from sottovoce.audio.io import AudioInput
 from sottovoce.codec.codec import DecodeMode
 from sottovoce.engine.driver import Driver
+from sottovoce.engine.pool import EnginePool
 from sottovoce.memory.describe import describe
 from sottovoce.memory.plan import Plan
 from sottovoce.memory.probe import DTYPES, dtype_name, pick_device, release_cached
+from sottovoce.memory.trace import phase
 from sottovoce.model.prompt import build_prompt
 from sottovoce.text.language import resolve_language
 from sottovoce.text.segment import budget_frames, is_speakable, split_text
@@ -137,7 +139,20 @@ class TTS:
         plan = plan_for(folder, chosen, dtype=precision, rows=max_rows, **wish)
         if memory is not None or profile is not None:
             notice(describe(plan, folder.name))
-        return cls(folder, device=chosen, plan=plan, is_hub=is_hub, notice=notice)
+        with phase("load"):
+            return cls(folder, device=chosen, plan=plan, is_hub=is_hub, notice=notice)
+
+    @classmethod
+    def pool(
+        cls, model: str | Path | None = None, *, devices: Sequence[str] | None = None, **options: Any
+    ) -> EnginePool:
+        """One process a device, each with the model; None is all GPUs here. It speaks as one model does: `generate`,
+        `stream`, `batch`, `close`. `options` as of `from_pretrained`. A program that calls it as a script needs
+        `if __name__ == "__main__":` around that.
+        """
+        if devices is None:
+            devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
+        return EnginePool(partial(cls.from_pretrained, model, **options), [{"device": device} for device in devices])
 
     @property
     def kind(self) -> str:
@@ -321,11 +336,12 @@ class TTS:
         if driver is None:
             return
         driver.close(drain=drain)
-        self._driver = None
-        self._finalizer.detach()
-        self._voices.close()
-        self._codec.close()
-        release_cached(self.device)
+        with phase("unload"):
+            self._driver = None
+            self._finalizer.detach()
+            self._voices.close()
+            self._codec.close()
+            release_cached(self.device)
 
     def __enter__(self) -> TTS:
         return self

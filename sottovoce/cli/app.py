@@ -21,8 +21,12 @@ from sottovoce.cli.items import explain
 from sottovoce.cli.make_random import make_random
 from sottovoce.cli.plan import plan
 from sottovoce.cli.say import say
+from sottovoce.cli.trace import trace
+from sottovoce.cli.traced import trace_all
 from sottovoce.cli.train import train
 from sottovoce.cli.voice import voice
+from sottovoce.cli.watch import watch
+from sottovoce.memory.allocator import prepare
 
 app = typer.Typer(
     name="sottovoce",
@@ -51,16 +55,18 @@ def _root(
 ) -> None: ...
 
 
-for command in (say, encode, decode, plan, doctor, make_random):
+for command in (say, encode, decode, plan, doctor, make_random, watch, trace):
     app.command()(command)
 app.add_typer(voice)
 app.add_typer(train)
+trace_all(app, but=frozenset({"watch", "trace"}))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits; `arguments` default to those of the process."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+        prepare()
         try:
             typer.main.get_command(app)(arguments, prog_name="sottovoce")
         except Exception as error:

@@ -72,6 +72,11 @@ class SlotDecoder(ABC):
             pool.index_copy_(0, slots, state.to(pool.device))
 
     @property
+    def pools(self) -> Sequence[Tensor]:
+        """The states of all slots."""
+        return self._pools
+
+    @property
     def pool_bytes(self) -> int:
         return sum(pool.numel() * pool.element_size() for pool in self._pools)
 

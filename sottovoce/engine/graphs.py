@@ -33,6 +33,7 @@ class Launcher:
         self.device = device
         self.is_graphed = use_graphs and device.type == "cuda"
         self._captured: dict[Hashable, _Captured] = {}
+        self._counted = (0, 0)  # graphs, and their bytes
         self._stream: torch.cuda.Stream | None = None
         self._pool = None
         if device.type == "cuda":
@@ -44,8 +45,12 @@ class Launcher:
         """Of the card's memory that graphs hold: the segments of their own pool."""
         if not self._captured:
             return 0
-        segments = torch.cuda.memory_snapshot()
-        return sum(segment["total_size"] for segment in segments if segment.get("segment_pool_id") == self._pool)
+        num_graphs, num_bytes = self._counted
+        if num_graphs != len(self._captured):  # a snapshot takes milliseconds
+            segments = torch.cuda.memory_snapshot()
+            num_bytes = sum(s["total_size"] for s in segments if s.get("segment_pool_id") == self._pool)
+            self._counted = len(self._captured), num_bytes
+        return num_bytes
 
     def here(self) -> contextlib.AbstractContextManager:
         """Within it, work goes to this launcher's stream."""
@@ -59,6 +64,7 @@ class Launcher:
         """Drops all graphs, whose memory the allocator can then give back; each is captured again when it is needed.
         The device must be done with them."""
         self._captured.clear()
+        self._counted = (0, 0)
         if self._pool is not None:  # the old one's memory comes free with its last graph
             self._pool = torch.cuda.graph_pool_handle()
 

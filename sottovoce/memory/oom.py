@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from sottovoce.memory import trace
 from sottovoce.memory.limits import Limits, default_path
 from sottovoce.memory.probe import look_at, release_cached
 
@@ -67,6 +68,7 @@ class Guard:
         self.limits = Limits() if limits is None else limits
         self.num_failures = 0
         self._drops: list[Callable[[], object]] = []
+        self._trace = trace.current()
 
     @classmethod
     def remembering(cls, device: torch.device, plan: str) -> Guard:
@@ -95,6 +97,8 @@ class Guard:
 
     def lower(self, stage: str, most: int) -> None:
         """Remembers that a stage may have no more than `most` units at a time."""
+        if self._trace is not None:
+            self._trace.event("out of memory", stage=stage, most=most)
         self.limits.set(stage, most, reach_bytes(self.device))
 
     def review(self) -> None:
