@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sottovoce.codec.decoder import CodecDecoder
 from sottovoce.codec.encoder import CausalTransformer, CodecEncoder
-from sottovoce.codec.layers import Tails, zero_tails
+from sottovoce.codec.layers import Snake, Tails, rotary, zero_tails
 from sottovoce.codec.state import DecoderState, EncoderState
 from sottovoce.train.codec_stack import waveform
 from sottovoce.train.slices import Slices, run_sliced
@@ -30,15 +30,17 @@ class CodecSlices:
         steps: its transformer (25 Hz). Without a window it cannot be cut in time: then layers are computed again.
         frames: the decoder's transformer and upsampling (12.5 Hz).
         latents: its convolution stack (50 Hz), by far the dearest.
+        is_by_block: instead of all that, compute each block of whole clips again, as ordinary recomputation does.
     """
 
     samples: Slices | None = None
     steps: Slices | None = None
     frames: Slices | None = None
     latents: Slices | None = None
+    is_by_block: bool = False
 
 
-PLAIN = CodecSlices()
+PLAIN, BY_BLOCK = CodecSlices(), CodecSlices(is_by_block=True)
 
 
 def encode_features(
@@ -56,10 +58,13 @@ def encode_features(
         carried = Tails(tails)
         return stack(x, carried), carried.new
 
-    tails = zero_tails(stack, batch, samples.device, samples.dtype)
-    x = run_sliced(convolve, stack, samples[:, None], tails, slices.samples)
-    if window is None and slices.steps is not None:
-        x = _layer_by_layer(transformer, x.transpose(1, 2)).transpose(1, 2)
+    if slices.is_by_block:
+        x = _block_by_block(stack.layers, samples[:, None])
+    else:
+        tails = zero_tails(stack, batch, samples.device, samples.dtype)
+        x = run_sliced(convolve, stack, samples[:, None], tails, slices.samples)
+    if slices.is_by_block or (window is None and slices.steps is not None):
+        x = _layer_by_layer(transformer, x.transpose(1, 2), window).transpose(1, 2)
     else:
         state = encoder.initial_state(batch, x.device, x.dtype)
         num_layers = len(state.keys)
@@ -75,16 +80,31 @@ def encode_features(
     return encoder.downsample(x, Tails([edge]))
 
 
-def _layer_by_layer(transformer: CausalTransformer, x: Tensor) -> Tensor:
-    """x [B, T, D], a clip from its beginning; each layer sees the whole past and is computed again in backward."""
-    cos, sin = transformer._rotary(torch.arange(x.shape[1], device=x.device)[None], x.dtype)
-    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+def _layer_by_layer(transformer: CausalTransformer, x: Tensor, window: int | None) -> Tensor:
+    """x [B, T, D], a clip from its beginning; each layer is computed again in backward."""
+    steps = torch.arange(x.shape[1], device=x.device)
+    cos, sin = (t[:, None] for t in rotary(steps[None], transformer.head_dim, transformer.theta, x.dtype))
+    distance = steps[:, None] - steps
+    mask = (distance >= 0) & (distance < (window or len(steps)))
 
     def run(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x, *layer.keys_values(x, cos, sin), cos, sin, mask)
 
     for layer in transformer.layers:
         x = checkpoint(run, layer, x, use_reentrant=False)
+    return x
+
+
+def _block_by_block(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    """x [B, D, T] through a row of modules, each computed again in backward for the whole of x."""
+    for block in blocks:
+        tails = zero_tails(block, len(x), x.device, x.dtype)
+
+        def step(x: Tensor, tails: Sequence[Tensor], block: nn.Module = block) -> tuple[Tensor, list[Tensor]]:
+            carried = Tails(tails)
+            return (block(x) if isinstance(block, nn.ELU | Snake) else block(x, carried)), carried.new
+
+        x = run_sliced(step, block, x, tails, Slices(x.shape[-1], len(x)))
     return x
 
 
@@ -112,7 +132,10 @@ def decode_vectors(
 
     first = nn.ModuleList([decoder.pre_conv, decoder.pre_transformer, decoder.upsample])
     begin = [state.position, *state.keys, *state.values, *state.tails[:num_tails]]
-    latents = run_sliced(cheap, first, vectors, begin, slices.frames)
+    whole = Slices(vectors.shape[-1], len(vectors))
+    latents = run_sliced(cheap, first, vectors, begin, whole if slices.is_by_block else slices.frames)
+    if slices.is_by_block:
+        return _block_by_block(decoder.decoder, latents).squeeze(1)
     if slices.latents is None:
         return decoder.waveform(latents, state.tails[num_tails:])[0]
     dtype = dtype or latents.dtype

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce.train.codec_passes import PLAIN, CodecSlices, decode_vectors, encode_features
+from sottovoce.train.codec_passes import BY_BLOCK, PLAIN, CodecSlices, decode_vectors, encode_features
 from sottovoce.train.slices import Slices
 from tests.codec.tiny_codec import random_codec, random_codes
 
@@ -45,6 +45,16 @@ def test_cut_is_whole(codec, rows, num_frames, frames, steps, codec_frames, late
     assert (a - b).norm() <= 1e-12 * b.norm()
     for name, expected in plain.items():  # queries of a single frame have none: what there is is rounding
         assert (ours[name] - expected).norm() <= 1e-10 * expected.norm() + 1e-13 * b.norm(), name
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_block_by_block_is_whole(codec, window):
+    samples = 0.3 * torch.randn(2, 6 * 1920, dtype=torch.float64)
+    plain_wave, plain = pass_through(codec, samples, window, PLAIN)
+    wave, ours = pass_through(codec, samples, window, BY_BLOCK)
+    torch.testing.assert_close(wave, plain_wave, rtol=1e-11, atol=1e-12)
+    a, b = (torch.cat([grads[name].flatten() for name in plain]) for grads in (ours, plain))
+    assert (a - b).norm() <= 1e-12 * b.norm()
 
 
 def test_it_is_the_codec_that_encodes_and_decodes(codec):
