@@ -1,7 +1,7 @@
 """`sottovoce doctor`: what this machine has, what will be used, and what to do about what is missing.
 
 Each check gives findings and changes nothing. Only a `problem` keeps Sottovoce from speaking; a `note` says what would
-make it faster or what people often take for a fault.
+make it faster or what people often take for a fault. What is judged of a GPU is in `doctor_cards`.
 """
 
 from __future__ import annotations
@@ -11,26 +11,19 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import typer
 
 from sottovoce import __version__
+from sottovoce.cli import doctor_cards as cards
+from sottovoce.cli.doctor_cards import Finding
 from sottovoce.cli.options import Json
 
 MIN_TORCH = (2, 9)
 MIN_FREE_DISK_BYTES = 6_000_000_000  # a 1.7B checkpoint with its codec takes 4.5 GB
-
-
-class Finding(NamedTuple):
-    name: str
-    state: Literal["ok", "note", "problem"]
-    text: str
-    advice: str = ""
 
 
 def doctor(json_: Json = False) -> None:
@@ -39,7 +32,7 @@ def doctor(json_: Json = False) -> None:
     Ends by letting the bundled demo model speak. Exit status 1 if that is not possible.
     """
     findings = []
-    for check in (_python, _torch, _cuda, _kernels, _memory, _models, _extras, _trial):
+    for check in (_python, _torch, _cuda, _kernels, _memory, _fits, _models, _extras, _trial):
         for finding in check():
             findings.append(finding)
             if not json_:
@@ -105,6 +98,9 @@ def _cuda() -> Iterator[Finding]:
         return
     import torch
 
+    driver = cards.driver_finding(driver_version(), torch.version.cuda, torch.cuda.is_available())
+    if driver is not None:
+        yield driver
     if not torch.cuda.is_available():
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is not None and hidden.strip() in ("", "-1"):
@@ -113,13 +109,35 @@ def _cuda() -> Iterator[Finding]:
         else:
             yield Finding("device", "ok", f"cpu, {torch.get_num_threads()} threads; no GPU that torch can use")
         return
-    yield Finding("driver", "ok", driver_version() or "unknown")
     for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        free, total = torch.cuda.mem_get_info(index)
-        text = f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
-        yield Finding(f"cuda:{index}", "ok", text)
-        yield bf16_finding(f"cuda:{index} bf16", major)
+        yield from _card(index)
+
+
+def _card(index: int) -> Iterator[Finding]:
+    import torch
+
+    name = f"cuda:{index}"
+    major, minor = torch.cuda.get_device_capability(index)
+    free, total = torch.cuda.mem_get_info(index)
+    text = f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+    yield Finding(name, "ok", text)
+    yield bf16_finding(f"{name} bf16", major)
+    try:
+        strained = cards.strain(index)
+    except RuntimeError as error:  # memory that others have, a card that is broken
+        yield Finding(f"{name} load", "note", f"it could not be tried under load: {error}", "see what nvidia-smi says")
+        return
+    judged = [
+        cards.speed_finding(f"{name} speed", strained.times_ms),
+        cards.link_finding(f"{name} link", strained.reading, strained.copy_gb_s),
+        cards.spill_finding(f"{name} spill", *cards.here(), total - free, total),
+    ]
+    if strained.reading is not None:
+        judged += [
+            cards.busy_finding(f"{name} others", strained.reading),
+            cards.clock_finding(f"{name} clocks", strained.reading),
+        ]
+    yield from (finding for finding in judged if finding is not None)
 
 
 def bf16_finding(name: str, major: int) -> Finding:
@@ -142,9 +160,9 @@ def _kernels() -> Iterator[Finding]:
     }
     on = ", ".join(name for name, is_on in switches.items() if is_on)
     yield Finding("attention", "ok", f"PyTorch's scaled_dot_product_attention: {on}")
-    own = "FlashAttention is inside PyTorch"
-    flash = _version_of("flash-attn")
-    yield Finding("flash-attn", "ok", f"{flash}, not needed: {own}" if flash else f"not installed, not needed: {own}")
+    yield cards.probe_flash()
+    only = "off in speaking, whatever is asked: it trades time for memory of a backward pass, and there is none"
+    yield Finding("checkpointing", "ok", only)
     triton = _version_of("triton")
     yield Finding("triton", "ok", triton or "not installed; only GPUs use it")
 
@@ -159,12 +177,39 @@ def _version_of(package: str) -> str | None:
 
 
 def _memory() -> Iterator[Finding]:
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not on this system
+    from sottovoce.memory import allocator
+    from sottovoce.memory.limits import default_path, read
+    from sottovoce.memory.nvidia import host_memory
+
+    if (host := host_memory()) is not None:
+        yield Finding("host memory", "ok", f"{host[0] / 1e9:.1f} of {host[1] / 1e9:.1f} GB can be had")
+    yield Finding("allocator", "ok", allocator.describe())
+    for device, plans in read(default_path()).items():
+        for plan, entry in plans.items():
+            told = ", ".join(f"{stage} {most}" for stage, most in entry["most"].items())
+            text = f"ran out on {device} with {plan}; since then at most {told} at a time"
+            advice = f"it goes by itself once more memory is free; to forget it now, delete {default_path()}"
+            yield Finding("memory", "note", text, advice)
+
+
+def _fits() -> Iterator[Finding]:
+    """What a model of each size would get of the memory that is free now."""
+    if not find_spec("torch"):
         return
-    yield Finding("host memory", "ok", f"{free / 1e9:.1f} of {total / 1e9:.1f} GB unused")
+    from sottovoce.config import CodecConfig, ModelConfig
+    from sottovoce.memory.plan import gigabytes, make_plan
+    from sottovoce.memory.probe import look_at, pick_device
+
+    card, free_bytes = look_at(pick_device(None))
+    for name in ("1.7B-VoiceDesign", "0.6B-CustomVoice"):
+        plan = make_plan(ModelConfig.published(name), CodecConfig.published(), memory_bytes=free_bytes, card=card)
+        of = f"of {gigabytes(free_bytes)} that are free"
+        if plan.is_feasible:
+            text = f"fits: {plan.layout.max_rows} at a time in {plan.layout.dtype}, {gigabytes(plan.total_bytes)} {of}"
+            yield Finding(name, "ok", text)
+        else:
+            advice = "; or ".join(advice.text for advice in plan.advice) or "take a smaller model"
+            yield Finding(name, "note", f"does not fit: {gigabytes(plan.needed_bytes)} {of}", advice)
 
 
 def _models() -> Iterator[Finding]:
@@ -219,6 +264,3 @@ def _trial() -> Iterator[Finding]:
         yield Finding("trial", "problem", f"{type(error).__name__}: {error}", "please report this with all lines above")
         return
     yield Finding("trial", "ok", f"the demo model spoke {speech.duration_s:.1f} s ({used})")
-    if sys.platform == "win32":
-        advice = "set 'Prefer No Sysmem Fallback' in the NVIDIA control panel for errors instead of slow speech"
-        yield Finding("windows", "note", "the driver moves what does not fit the GPU to host memory, slowly", advice)

@@ -53,6 +53,7 @@ class Reading:
     max_pcie_width: int | None = None
     slowed_by: tuple[str, ...] = ()
     processes: tuple[Process, ...] = ()
+    uuid: str = ""
 
 
 def read_cards() -> list[Reading]:
@@ -116,6 +117,7 @@ def _read_by_nvml(nvml: Any, index: int) -> Reading:
             Process(process.pid, process.usedGpuMemory, process_name(process.pid))
             for process in ask("nvmlDeviceGetComputeRunningProcesses") or ()
         ),
+        uuid=ask("nvmlDeviceGetUUID", of=text) or "",
     )
 
 
@@ -178,6 +180,7 @@ def _reading(row: list[str], processes: Sequence[Process]) -> Reading:
         max_pcie_width=whole("pcie.link.width.max"),
         slowed_by=tuple(reason for bit, reason in SLOWED_BY.items() if bits & bit),
         processes=tuple(processes),
+        uuid=row[-1],
     )
 
 
