@@ -171,9 +171,9 @@ class Decoder(nn.Module):
         """
         rope = rope_tables(positions, self.frequencies, x.dtype)
         num_queries = x.shape[1]
-        if mask is None and num_queries > 1:  # a single query sees everything; no mask picks the faster kernels
-            num_keys = num_queries + (cache.length if cache is not None else 0)
-            mask = causal_mask(num_queries, num_keys, x.device)
+        is_causal = mask is None and cache is None and num_queries > 1
+        if mask is None and cache is not None and num_queries > 1:  # a single query sees everything, without a mask
+            mask = causal_mask(num_queries, num_queries + cache.length, x.device)
         for layer in self.layers:
-            x = layer(x, rope, cache, mask)
+            x = layer(x, rope, cache, mask, is_causal)
         return self.norm(x)

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from sottovoce.memory.oom import is_oom
 from sottovoce.train.optim import AdamW
 from sottovoce.train.progress import Progress, Sink, peak_bytes, reset_peak
 from sottovoce.train.ranks import Ranks
@@ -275,7 +276,9 @@ class Loop:
             getattr(self.task, "start_step", lambda: None)()
             try:
                 return self._backward(pieces, counts)
-            except torch.OutOfMemoryError as error:
+            except Exception as error:
+                if not is_oom(error):
+                    raise
                 message = str(error).splitlines()[0]
             # Outside of the handler, whose exception keeps the frames and their tensors alive.
             self.optimizer.clear_gradients()
