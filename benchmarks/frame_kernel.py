@@ -172,14 +172,15 @@ def main():
         start = time.time()
         variants = {kernel.variant(b, 16) for b in batches}
         if "profile" in options.only:
-            variants |= {kernel.variant(batches[0], 16, True)}
+            variants |= {kernel.variant(b, 16, True) for b in batches}
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda v: compiled(v, torch.cuda.get_device_capability()), variants))
         report(job="compiled", variants=len(variants), seconds=round(time.time() - start, 1))
         if "check" in options.only:
             check(kernel, size, w, p, batches)
         if "profile" in options.only:
-            profile(kernel, size, batches[0], options.position)
+            for batch in batches:
+                profile(kernel, size, batch, options.position)
         if "time" in options.only:
             floor = floor_us(w, p, options.bandwidth)
             for batch in batches:

@@ -76,7 +76,7 @@ class Variant:
             "OCTETS": self.octets,
             "DEPTH": 16,
             "FUSED": int(self.is_fused),
-            "SUM_BYTES": 24576 if self.octets == 1 else 49152,
+            "SUM_BYTES": self.max_tiles * self.octets * 2048,
             "MAX_TILES": self.max_tiles,
             "MAX_PIECES": self.num_pieces,
             "D": self.width,

@@ -73,15 +73,12 @@ struct Token {
     b = plus(times(b, c), times(a, s));
     a = first;
   }
-  __device__ __forceinline__ void write(u16* key, u16* value, bool* seen = nullptr) const {  // of the token's place in the cache, this head
+  __device__ __forceinline__ void write(u16* key, u16* value) const {  // of the token's place in the cache, this head
     const int row = (threadIdx.x & 31) >> 2, column = (threadIdx.x & 3) * 8;
     if (row == 2 || row == 4) {
       u16* to = (row == 2 ? key : value) + column;
 #pragma unroll
-      for (int b = 0; b < 4; b++) {
-        if (seen) publish((uint4*)(to + 32 * b), v[b], *seen);
-        else *(uint4*)(to + 32 * b) = v[b];
-      }
+      for (int b = 0; b < 4; b++) *(uint4*)(to + 32 * b) = v[b];
     }
   }
 };
@@ -246,21 +243,22 @@ __device__ __forceinline__ void attend_chunk(const Talker& a, Barrier& barrier, 
   u32* to = (u32*)(out + (i64)row * ATTENDED + (2 * head + h) * HEAD_DIM + (d & ~1));
   const auto put = [&](float v) {
     const u32 pair = pack(v, __shfl_down_sync(~0u, v, 1));
-    if (d % 2 == 0) publish(to, pair, barrier.seen);
+    if (d % 2 == 0) publish(to, pair);
   };
   if (num_chunks == 1) {
     put(sum / whole);
   } else {
     float* all = parts + (((i64)row * KV_HEADS + head) * 2 + h) * max_chunks * CELL;
     float* part = all + chunk * CELL;
-    publish((u32*)part + d, __float_as_uint(sum), barrier.seen);
-    if (d < 2) publish((u32*)part + HEAD_DIM + d, __float_as_uint(d ? whole : best), barrier.seen);
-    if (!barrier.seen) __trap();
+    publish((u32*)part + d, __float_as_uint(sum));
+    if (d < 2) publish((u32*)part + HEAD_DIM + d, __float_as_uint(d ? whole : best));
+    __threadfence();
     block_sync();
     u32* is_last = (u32*)cells;
     if (threadIdx.x == 0) *is_last = atomicAdd(done + row * KV_HEADS + head, 1) == num_chunks - 1;
     block_sync();
     if (*is_last) {
+      __threadfence();
       best = -INFINITE, whole = 0, sum = 0;
       for (int i = 0; i < num_chunks; i++) best = fmaxf(best, load_float_l2(all + i * CELL + HEAD_DIM));
       for (int i = 0; i < num_chunks; i++) {
@@ -299,15 +297,15 @@ struct Short {
     token.load_constants(a.q_norm, a.k_norm, a.cos, a.sin, position + index);
     cache.load(a.keys, a.values, [&](int t) { return t < position ? place(batch_row, t, head) : (i64)-1; });
   }
-  // `to`: where the two heads' outputs go, [2 HEAD_DIM]: shared memory if `is_local`.
-  __device__ __forceinline__ void after(const Predictor& a, const u16* own, int batch_row, int head, int position, int index, bool writes, bool is_local, bool& seen, u16* to) {
+  // `to`: where the two heads' outputs go, [2 HEAD_DIM].
+  __device__ __forceinline__ void after(const Predictor& a, const u16* own, int batch_row, int head, int position, int index, bool writes, u16* to) {
     const int lane = threadIdx.x & 31, g = lane & 3, at = position + index;
     cache.insert_value(own, head, at);
     if (index > 0) cache.insert_value(own - QKV, head, at - 1);
     token.load(own, head, index > 0);
     cache.insert_key(token, 2, at);
     if (index > 0) cache.insert_key(token, 3, at - 1);
-    if (writes) token.write(a.keys + place(batch_row, at, head), a.values + place(batch_row, at, head), &seen);
+    if (writes) token.write(a.keys + place(batch_row, at, head), a.values + place(batch_row, at, head));
     float p[4], sums[2][8][4] = {};
     cache.score(token, p);
 #pragma unroll
@@ -328,8 +326,7 @@ struct Short {
         const int c = i & 1;
         uint4* const at = (uint4*)(to + (lane >> 2) * HEAD_DIM + (i >> 1) * 64 + 16 * g + 8 * c);
         const uint4 v = make_uint4(pack(s[0][c], s[1][c]), pack(s[2][c], s[3][c]), pack(s[4][c], s[5][c]), pack(s[6][c], s[7][c]));
-        if (is_local) *at = v;
-        else publish(at, v, seen);
+        *at = v;
       }
     }
   }

@@ -1,5 +1,5 @@
-// What the parts of the frame kernel share: bf16 words, memory operations, the barrier of the whole grid, and the stream
-// of weights. Knows no layer. Built by NVRTC without any header, so everything beyond the language is here.
+// What the parts of the frame kernel share: bf16 words, memory operations, the barrier of the whole grid, and the stream of
+// weights. Knows no layer. Built by NVRTC without any header, so everything beyond the language is here.
 //
 // Given by the compiler's command line: GRID (blocks, one an SM), OCTETS (batch rows / 8), DEPTH (tiles in flight).
 
@@ -12,8 +12,6 @@ typedef long long i64;
 constexpr int THREADS = 256, WARPS = 8;
 #define INFINITE __int_as_float(0x7f800000)
 extern __shared__ __align__(16) unsigned char memory[];
-
-constexpr u32 SLOT_BYTES = 32 * THREADS;  // a tile of 8 weight rows x 64 columns for each warp
 
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
@@ -42,17 +40,9 @@ __device__ __forceinline__ u32 load_word_l2(const void* p) {
   return v;
 }
 __device__ __forceinline__ float load_float_l2(const void* p) { return __uint_as_float(load_word_l2(p)); }
-// Stores, and asks for the same word at once: when the answer is there, the word is in L2 for all to see. A fence would
-// say as much, but waits for all the weights in flight as well. `seen` tells whether all answers were right.
-__device__ __forceinline__ void publish(u32* p, u32 v, bool& seen) {
-  u32 w;
-  asm volatile("st.global.cg.u32 [%1], %2;\n\tld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(w) : "l"(p), "r"(v) : "memory");
-  seen &= w == v;
-}
-__device__ __forceinline__ void publish(uint4* p, uint4 v, bool& seen) {
+__device__ __forceinline__ void publish(u32* p, u32 v) { asm volatile("st.global.cg.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+__device__ __forceinline__ void publish(uint4* p, uint4 v) {
   asm volatile("st.global.cg.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-  const u32 w = load_word_l2(p);
-  seen &= w == v.x;
 }
 __device__ __forceinline__ uint4 load_constant(const void* p) {
   uint4 v;
@@ -76,12 +66,10 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
 
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
 
-// All blocks run at once (a cooperative launch); `counter` is zero when the kernel starts and when it ends. There is no
-// fence in it: what others are to see must be `publish`ed, and its answers go to `arrive`.
+// All blocks run at once (a cooperative launch); `counter` is zero when the kernel starts and when it ends.
 struct Barrier {
   u32* counter;
   u32 target;
-  bool seen;
 #ifdef PROFILE
   i64* log;
   __device__ void note() {
@@ -91,21 +79,20 @@ struct Barrier {
   __device__ void note() {}
 #endif
   __device__ __forceinline__ void arrive() {
-    if (!seen) __trap();
-    __syncthreads();
+    block_sync();
     note();
-    if (threadIdx.x == 0) asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+    if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
     target += GRID;
   }
   __device__ __forceinline__ void wait() {
     note();
     if (threadIdx.x == 0) {
       u32 count;
-      do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
       while (count < target);
     }
     note();
-    __syncthreads();
+    block_sync();
   }
   __device__ __forceinline__ void finish() {  // the last block to leave sets both counters back
     if (threadIdx.x == 0 && atomicAdd(counter + 32, 1) == GRID - 1) {
@@ -119,28 +106,29 @@ struct Barrier {
 struct alignas(16) Piece {
   u64 weight;      // [N, K]
   u32 row_bytes;   // 2 K
-  u32 tiles;       // tiles of 8 rows that a block takes; of gate and up in turn where pair_bytes is set
+  u32 tiles;       // tiles of 8 rows that a block takes; of gate and up in turn where pair_bytes is not 0
   u32 per_block;   // first tile (or pair) of block b: b * per_block + offset, but at most `last`
   u32 offset;
   u32 last;
-  u32 pair_bytes;  // from a gate row to its up row; odd: the weights should stay in L2
+  u32 pair_bytes;  // from a gate row to its up row, or 0
 };
 
-// The weights of the whole frame in the order of use, DEPTH tiles ahead, through private slots of shared memory: each
-// thread copies what it will itself multiply, so nobody synchronizes, and reading goes on while the grid waits.
+// The weights of the whole frame in the order of use, DEPTH tiles ahead, through private slots of shared memory: each thread
+// copies what it will itself multiply, so nobody synchronizes, and reading goes on while the grid waits.
+constexpr u32 SLOT_BYTES = 32 * THREADS;  // a tile: 8 weight rows x 512 columns, 64 for each warp
+
 struct Stream {
-  u32 piece, end;   // in shared memory
-  u64 from;
-  u32 even, odd, wrap;  // from one tile to the next, to the first of the next 64 columns
-  u32 t, tiles, left;   // tiles of this column, of this piece
+  u32 piece, end;       // in shared memory
+  u64 from;             // of this thread's part of the next tile
+  u32 even, odd, wrap;  // from one tile to the next, to the first of the next 512 columns
+  u32 t, tiles, left;   // tiles of these columns, of this piece
   u32 slots, at;        // of this thread in shared memory; bytes into the ring of what is used and refilled next
 
   __device__ void begin(const Piece* pieces, int count, u32 shared, u32 table) {
     for (u32 i = threadIdx.x; i < count * sizeof(Piece) / 16; i += THREADS)
       ((uint4*)(memory + table))[i] = load_constant((const char*)pieces + i * 16);
     block_sync();
-    piece = shared + table;
-    end = piece + count * sizeof(Piece);
+    piece = shared + table, end = piece + count * sizeof(Piece);
     slots = shared + threadIdx.x * 16;
     at = 0;
     open();
@@ -151,13 +139,13 @@ struct Stream {
     if (piece == end) return;
     const uint4 a = load_slot(piece), b = load_slot(piece + 16);
     piece += sizeof(Piece);
-    const u32 lane = threadIdx.x & 31, first = min(blockIdx.x * b.x + b.y, b.z), pair_bytes = b.w & ~1u;
+    const u32 lane = threadIdx.x & 31, first = min(blockIdx.x * b.x + b.y, b.z), pair_bytes = b.w, tile_bytes = a.z * 8;
     tiles = t = a.w;
     left = tiles * (a.z >> 10);
-    from = (a.x | (u64)a.y << 32) + (u64)(a.z >> 3) * (first * 64 + (lane >> 2) * 8 + (threadIdx.x >> 5)) + (lane & 3) * 16;
-    odd = pair_bytes ? pair_bytes : a.z * 8;      // after an odd number of tiles to go, as `t` counts down from an
-    even = pair_bytes ? a.z * 8 - pair_bytes : a.z * 8;  // even one for pairs
-    wrap = 128 - (pair_bytes ? tiles / 2 - 1 : tiles - 1) * a.z * 8 - pair_bytes;
+    from = (a.x | (u64)a.y << 32) + (u64)a.z * (first * 8 + (lane >> 2)) + (threadIdx.x >> 5) * 128 + (lane & 3) * 16;
+    odd = pair_bytes ? pair_bytes : tile_bytes;  // `t` counts down, from an even number for pairs
+    even = pair_bytes ? tile_bytes - pair_bytes : tile_bytes;
+    wrap = 1024 - (pair_bytes ? tiles / 2 - 1 : tiles - 1) * tile_bytes - pair_bytes;
   }
   __device__ __forceinline__ void issue() {
     if (left) {
@@ -170,21 +158,21 @@ struct Stream {
       if (--left == 0) open();
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
-    at = (at + SLOT_BYTES) & (DEPTH * SLOT_BYTES - 1);
+    at = (at + SLOT_BYTES) % (DEPTH * SLOT_BYTES);
   }
-  // The next U tiles, each two blocks of 32 columns; `refill` follows once they are multiplied.
+  // The next U tiles, each two blocks of 32 columns; `done` follows once they are multiplied.
   template <int U>
   __device__ __forceinline__ void take(uint4 (&w)[U][2]) {
     asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - U) : "memory");
 #pragma unroll
     for (int u = 0; u < U; u++) {
-      const u32 slot = slots + ((at + u * SLOT_BYTES) & (DEPTH * SLOT_BYTES - 1));
+      const u32 slot = slots + (at + u * SLOT_BYTES) % (DEPTH * SLOT_BYTES);
       w[u][0] = load_slot(slot);
       w[u][1] = load_slot(slot + SLOT_BYTES / 2);
     }
   }
   template <int U>
-  __device__ __forceinline__ void refill() {
+  __device__ __forceinline__ void done() {
 #pragma unroll 1
     for (int u = 0; u < U; u++) issue();
   }

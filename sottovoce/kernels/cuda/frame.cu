@@ -59,7 +59,7 @@ __device__ __forceinline__ void add_residual(Barrier& barrier, u32 (&residual)[N
     if (i < TILES * OCTETS * 32 && p.row < rows) {
       const float2 v = tile_sum<TILES>(p.t, p.inside);
       residual[n] = pack(rounded(v.x) + low(residual[n]), rounded(v.y) + high(residual[n]));
-      publish((u32*)(out + (i64)p.row * WIDTH + p.column), residual[n], barrier.seen);
+      publish((u32*)(out + (i64)p.row * WIDTH + p.column), residual[n]);
     }
   }
 }
@@ -71,16 +71,8 @@ __device__ __forceinline__ void store(Barrier& barrier, u16* out, i64 stride, in
     if (p.row < rows) {
       float2 v = tile_sum<T>(p.t, p.inside);
       if (bias) v.x += low(bias[p.column]), v.y += low(bias[p.column + 1]);
-      publish((u32*)(out + p.row * stride + p.column), pack(v.x, v.y), barrier.seen);
+      publish((u32*)(out + p.row * stride + p.column), pack(v.x, v.y));
     }
-  }
-}
-// Has the lines that the block will write in L2: a word written to a line that is not there is answered by memory.
-template <int WIDTH, int T, int PER_BLOCK>
-__device__ __forceinline__ void aim(const u16* out, i64 stride, int rows, int offset) {
-  for (int i = threadIdx.x; i < T * OCTETS * 32; i += THREADS) {
-    const Place p = Place::of<WIDTH, PER_BLOCK>(i, offset, T);
-    if (p.row < rows && i % 4 == 0) prefetch_l2(out + p.row * stride + p.column);
   }
 }
 template <int WIDTH, int T, int PER_BLOCK>  // T tiles of gate and up in turn
@@ -88,7 +80,7 @@ __device__ __forceinline__ void store_swiglu(Barrier& barrier, u16* out, int row
   for (int i = threadIdx.x; i < T / 2 * OCTETS * 32; i += THREADS) {
     const Place p = Place::of<WIDTH, PER_BLOCK>(i, offset, T / 2);
     if (p.row < rows)
-      publish((u32*)(out + (i64)p.row * WIDTH + p.column), swiglu(tile_sum<T>(2 * p.t, p.inside), tile_sum<T>(2 * p.t + 1, p.inside)), barrier.seen);
+      publish((u32*)(out + (i64)p.row * WIDTH + p.column), swiglu(tile_sum<T>(2 * p.t, p.inside), tile_sum<T>(2 * p.t + 1, p.inside)));
   }
 }
 
@@ -98,15 +90,14 @@ __device__ __forceinline__ void gate_up(Stream& stream, Barrier& barrier, const 
   constexpr int T = 2 * PAIRS_A_BLOCK, GROUP = T <= MAX_TILES ? T : T % 3 == 0 && T / 3 <= MAX_TILES && T / 3 % 2 == 0 ? T / 3 : 2;
 #pragma unroll 1
   for (int first = 0; first < T; first += GROUP) {
-    aim<INNER, GROUP / 2, PAIRS_A_BLOCK>(inner, INNER, x.rows, first / 2);
-    project<WIDTH, GROUP, true>(stream, barrier, first == 0, x, norm, nullptr);
+    project<WIDTH, GROUP, true, T>(stream, barrier, first == 0, x, norm, nullptr);
     store_swiglu<INNER, GROUP, PAIRS_A_BLOCK>(barrier, inner, x.rows, first / 2);
     if (first + GROUP < T) block_sync();
   }
   barrier.arrive();
 }
 
-struct FromShared {  // attention outputs of the warp's own kv head
+struct FromShared {  // attention outputs
   const u16* x;
   int rows;
   __device__ __forceinline__ uint4 load(int row, int k) const {
@@ -128,7 +119,7 @@ __device__ __forceinline__ void prefetch_norms(const Norms& n, int width) {
 __device__ __forceinline__ void compute(const Frame& f) {
   Stream stream;
   stream.begin(f.pieces, (int)f.num_pieces, (u32)__cvta_generic_to_shared(memory), Shared::pieces);
-  Barrier barrier{f.counter, 0, true};
+  Barrier barrier{f.counter, 0};
 #ifdef PROFILE
   barrier.log = f.log;
 #endif
@@ -152,8 +143,7 @@ __device__ __forceinline__ void compute(const Frame& f) {
 #pragma unroll 1
     for (int layer = 0; layer < LAYERS; layer++) {
       const Norms n = norms[layer];
-      aim<QKV, QKV_TILES, QKV_TILES>(f.qkv, QKV, batch, 0);
-      project<D, QKV_TILES, true>(stream, barrier, layer > 0, x, n.input, nullptr);
+      project<D, QKV_TILES, true, QKV_TILES>(stream, barrier, layer > 0, x, n.input, nullptr);
       store<QKV, QKV_TILES, QKV_TILES>(barrier, f.qkv, QKV, batch, 0, nullptr);
       barrier.arrive();
       prefetch_norms(norms[layer + 1], layer + 1 < LAYERS ? D : DP);
@@ -166,29 +156,25 @@ __device__ __forceinline__ void compute(const Frame& f) {
           attend_chunk(talker, barrier, waits, f.qkv, row, head, chunk, (int)f.max_chunks, layer + 1 < LAYERS ? f.layer_stride : 0, f.parts, f.done, f.attended);
           waits = false;
         } else if (position < 0) {
-          if (threadIdx.x < 128) publish((u32*)(f.attended + (i64)row * ATTENDED + head * 2 * HEAD_DIM) + threadIdx.x, 0, barrier.seen);
+          if (threadIdx.x < 128) publish((u32*)(f.attended + (i64)row * ATTENDED + head * 2 * HEAD_DIM) + threadIdx.x, 0);
         }
       }
       if (waits) barrier.wait();
       barrier.arrive();
-      aim<D, OUT_TILES, OUT_TILES>(f.middle, D, batch, 0);
-      project<ATTENDED, OUT_TILES, false>(stream, barrier, true, Rows{f.attended, ATTENDED, batch}, nullptr, nullptr);
+      project<ATTENDED, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, batch}, nullptr, nullptr);
       add_residual<D, OUT_TILES>(barrier, residual, f.middle, batch);
       barrier.arrive();
       gate_up<D, I, GATE_TILES>(stream, barrier, Rows{f.middle, D, batch}, n.post, f.inner);
-      aim<D, OUT_TILES, OUT_TILES>(f.last, D, batch, 0);
-      project<I, OUT_TILES, false>(stream, barrier, true, Rows{f.inner, I, batch}, nullptr, nullptr);
+      project<I, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.inner, I, batch}, nullptr, nullptr);
       add_residual<D, OUT_TILES>(barrier, residual, f.last, batch);
       barrier.arrive();
       x.x = f.last;
     }
-    aim<V0, HEAD_TILES, HEAD_TILES>(f.logits, V0, batch, 0);
-    project<D, HEAD_TILES, true>(stream, barrier, true, x, f.talker_norm, PROJECTS ? nullptr : f.inputs);
+    project<D, HEAD_TILES, true, HEAD_TILES>(stream, barrier, true, x, f.talker_norm, PROJECTS ? nullptr : f.inputs);
     store<V0, HEAD_TILES, HEAD_TILES>(barrier, f.logits, V0, batch, 0, nullptr);
     barrier.arrive();
     if (PROJECTS) {
-      aim<DP, PROJECTION_TILES, PROJECTION_TILES>(f.inputs, 2 * DP, batch, 0);
-      project<D, PROJECTION_TILES, true>(stream, barrier, false, x, f.talker_norm, nullptr);
+      project<D, PROJECTION_TILES, true, PROJECTION_TILES>(stream, barrier, false, x, f.talker_norm, nullptr);
       store<DP, PROJECTION_TILES, PROJECTION_TILES>(barrier, f.inputs, 2 * DP, batch, 0, f.bias);
     }
   }
@@ -197,7 +183,7 @@ __device__ __forceinline__ void compute(const Frame& f) {
   i64* const codes = f.codes + (i64)mine * (1 + CODEBOOKS);
   const auto put = [&](u32 code, int book, const u16* table, const u16* sum_table) {
     if (table && threadIdx.x < DP / 8)
-      publish((uint4*)(f.inputs + ((i64)mine * 2 + 1) * DP + threadIdx.x * 8), load_constant(table + (i64)code * DP + threadIdx.x * 8), barrier.seen);
+      publish((uint4*)(f.inputs + ((i64)mine * 2 + 1) * DP + threadIdx.x * 8), load_constant(table + (i64)code * DP + threadIdx.x * 8));
     if (threadIdx.x == 0) codes[book] = code;
     if (threadIdx.x < D / 64) prefetch_l2(sum_table + (i64)code * D + threadIdx.x * 64);
   };
@@ -222,8 +208,7 @@ __device__ __forceinline__ void compute(const Frame& f) {
     for (int layer = 0; layer < SMALL_LAYERS; layer++) {
       const Norms n = norms[LAYERS + layer];
       const Predictor small{n.q, n.k, f.predictor_cos, f.predictor_sin, f.small_keys + layer * small_stride, f.small_values + layer * small_stride};
-      aim<QKV, SMALL_QKV_TILES, SMALL_QKV_TILES>(f.qkv, QKV, rows, 0);
-      project<DP, SMALL_QKV_TILES, true>(stream, barrier, true, x, n.input, nullptr);
+      project<DP, SMALL_QKV_TILES, true, SMALL_QKV_TILES>(stream, barrier, true, x, n.input, nullptr);
       if (layer == 0) keep<DP, SMALL_OUT_TILES>(residual, x);
       store<QKV, SMALL_QKV_TILES, SMALL_QKV_TILES>(barrier, f.qkv, QKV, rows, 0, nullptr);
       barrier.arrive();
@@ -236,34 +221,30 @@ __device__ __forceinline__ void compute(const Frame& f) {
 #pragma unroll 1
         for (int row = 0; row < rows; row++) {
           if (row) attention.before(small, row / tokens, warp, position, row % tokens);
-          attention.after(small, f.qkv + (i64)row * QKV, row / tokens, warp, position, row % tokens, mine == 0, true, barrier.seen, own + row * FUSED_STRIDE);
+          attention.after(small, f.qkv + (i64)row * QKV, row / tokens, warp, position, row % tokens, mine == 0, own + row * FUSED_STRIDE);
         }
-        __syncwarp();
-        aim<DP, SMALL_OUT_TILES, SMALL_OUT_TILES>(f.middle, DP, rows, 0);
-        project<ATTENDED, SMALL_OUT_TILES, false>(stream, barrier, false, FromShared{(u16*)(memory + Shared::attended), rows}, nullptr, nullptr);
+        block_sync();
+        project<ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, false, FromShared{(u16*)(memory + Shared::attended), rows}, nullptr, nullptr);
       } else {
         const int item = warp * GRID + mine, row = item / KV_HEADS, head = item % KV_HEADS, index = row % tokens;
         if (row < rows) attention.before(small, row / tokens, head, position, index);
         barrier.wait();
         if (row < rows)
-          attention.after(small, f.qkv + (i64)row * QKV, row / tokens, head, position, index, true, false, barrier.seen, f.attended + (i64)row * ATTENDED + head * 2 * HEAD_DIM);
+          attention.after(small, f.qkv + (i64)row * QKV, row / tokens, head, position, index, true, f.attended + (i64)row * ATTENDED + head * 2 * HEAD_DIM);
         barrier.arrive();
-        aim<DP, SMALL_OUT_TILES, SMALL_OUT_TILES>(f.middle, DP, rows, 0);
-        project<ATTENDED, SMALL_OUT_TILES, false>(stream, barrier, true, Rows{f.attended, ATTENDED, rows}, nullptr, nullptr);
+        project<ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, rows}, nullptr, nullptr);
       }
       add_residual<DP, SMALL_OUT_TILES>(barrier, residual, f.middle, rows);
       barrier.arrive();
       gate_up<DP, IP, SMALL_GATE_TILES>(stream, barrier, Rows{f.middle, DP, rows}, n.post, f.inner);
-      aim<DP, SMALL_OUT_TILES, SMALL_OUT_TILES>(f.last, DP, rows, 0);
-      project<IP, SMALL_OUT_TILES, false>(stream, barrier, true, Rows{f.inner, IP, rows}, nullptr, nullptr);
+      project<IP, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.inner, IP, rows}, nullptr, nullptr);
       add_residual<DP, SMALL_OUT_TILES>(barrier, residual, f.last, rows);
       barrier.arrive();
       x = Rows{f.last, DP, rows};
     }
     position += tokens;
     if (book < 0) continue;
-    aim<V, SMALL_HEAD_TILES, SMALL_HEAD_TILES>(f.logits, V, batch, 0);
-    project<DP, SMALL_HEAD_TILES, true>(stream, barrier, true, Rows{f.last + (tokens - 1) * DP, tokens * DP, batch}, f.predictor_norm, nullptr);
+    project<DP, SMALL_HEAD_TILES, true, SMALL_HEAD_TILES>(stream, barrier, true, Rows{f.last + (tokens - 1) * DP, tokens * DP, batch}, f.predictor_norm, nullptr);
     store<V, SMALL_HEAD_TILES, SMALL_HEAD_TILES>(barrier, f.logits, V, batch, 0, nullptr);
     barrier.arrive();
     barrier.wait();
@@ -275,7 +256,6 @@ __device__ __forceinline__ void compute(const Frame& f) {
     }
     if (!is_last) barrier.arrive();
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
   barrier.finish();
   if (!draws) return;
   block_sync();  // the last code

@@ -1,5 +1,5 @@
 // Projections: rows of x are the M side of tensor-core products, 8 weight rows a tile the N side. Each of the 8 warps has
-// an eighth of K, and their sums are added in order: a row's result depends on neither the batch nor its place in it.
+// 64 of every 512 columns, and their sums are added in order: a row's result depends on neither the batch nor its place.
 //
 // In a block of 32 columns lane (n, g) = (lane / 4, lane % 4) holds columns 8 g to 8 g + 7 of row n, on both sides; the
 // products take them as their own k order, so every load is 16 bytes.
@@ -44,21 +44,25 @@ __device__ __forceinline__ uint4 normed(uint4 v, float scale, uint4 w) {
 
 __host__ __device__ constexpr int step_of(int tiles) { return tiles % 4 == 0 ? 4 : tiles % 3 == 0 ? 3 : tiles % 2 == 0 ? 2 : 1; }
 
-// Sums of T tiles in `memory`, to be read by `tile_sum` after a barrier of the block. `X` loads (row, column) of x.
-template <int K, int T, bool NORM, class X>
+// Sums of T tiles in `memory`, to be read by `tile_sum` after a barrier of the block. `X` loads (row, column) of x. How a sum
+// is cut into chains depends on OF, the block's tiles of this projection, so that groups of them give the same bits.
+template <int K, int T, bool NORM, int OF, class X>
 __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool wait, const X& x, const u16* norm, u16* normed_out) {
   constexpr int BLOCKS = K / 256, DEEP = K / 512;
   constexpr bool RESIDENT = OCTETS * BLOCKS * 4 <= 64;
   constexpr int AHEAD = RESIDENT ? BLOCKS : 16 / OCTETS;
-  constexpr int U = step_of(T * DEEP), CHAINS = T == 1 ? (DEEP % 4 == 0 ? 4 : DEEP % 3 == 0 ? 3 : 2) : T == 2 ? 2 : 1;
-  static_assert(DEEP % CHAINS == 0 || T > 2, "chains divide K");
+  constexpr int CHAINS = OF == 1 ? (DEEP % 4 == 0 ? 4 : DEEP % 3 == 0 ? 3 : 2) : OF == 2 ? 2 : 1;
+  constexpr int U = step_of(T < 3 ? T * DEEP : T);         // tiles taken at once
+  constexpr int G = RESIDENT && CHAINS > 1 ? U : T < U ? T : U;  // of these, tiles multiplied in turn: of one k, or of one chain each
+  static_assert(DEEP % CHAINS == 0 && U % G == 0, "chains divide K");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int row = lane >> 2, column = warp * (K / 8) + (lane & 3) * 8;
+  const int row = lane >> 2, column = warp * 64 + (lane & 3) * 8;
+  const auto at = [&](int block) { return column + block / 2 * 512 + block % 2 * 32; };
 
   uint4 weight[NORM ? BLOCKS : 1];
   if (NORM) {
 #pragma unroll
-    for (int i = 0; i < BLOCKS; i++) weight[i] = load_constant(norm + column + 32 * i);
+    for (int i = 0; i < BLOCKS; i++) weight[i] = load_constant(norm + at(i));
   }
   if (wait) barrier.wait();
 
@@ -67,14 +71,14 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool w
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
 #pragma unroll
-    for (int o = 0; o < OCTETS; o++) a[i][o] = x.load(row + 8 * o, column + 32 * i);
+    for (int o = 0; o < OCTETS; o++) a[i][o] = x.load(row + 8 * o, at(i));
   if (NORM) {
     float* squares = (float*)(memory + Shared::squares);
 #pragma unroll
     for (int o = 0; o < OCTETS; o++) {
       float total = 0;
 #pragma unroll
-      for (int i = 0; i < BLOCKS; i++) total = squares_of(RESIDENT ? a[i % AHEAD][o] : x.load(row + 8 * o, column + 32 * i), total);
+      for (int i = 0; i < BLOCKS; i++) total = squares_of(RESIDENT ? a[i % AHEAD][o] : x.load(row + 8 * o, at(i)), total);
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
       if ((lane & 3) == 0) squares[warp * ROWS + row + 8 * o] = total;
@@ -94,7 +98,7 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool w
         for (int o = 0; o < OCTETS; o++) {
           a[i % AHEAD][o] = normed(a[i % AHEAD][o], scale[o], weight[i]);
           if (normed_out && blockIdx.x == 0 && row + 8 * o < x.rows)
-            publish((uint4*)(normed_out + (row + 8 * o) * (i64)(2 * K) + column + 32 * i), a[i % AHEAD][o], barrier.seen);
+            publish((uint4*)(normed_out + (row + 8 * o) * (i64)(2 * K) + at(i)), a[i % AHEAD][o]);
         }
     }
   }
@@ -105,14 +109,17 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool w
     uint4 w[U][2];
     stream.take(w);
 #pragma unroll
-    for (int half = 0; half < 4; half++)
-#pragma unroll
-      for (int u = 0; u < U; u++) {
+    for (int step = 0; step < U * 4; step++) {
+        const int u = step / (4 * G) * G + step % G, half = step / G % 4;
         const int t = (first + u) % T, k = (first + u) / T, block = 2 * k + half / 2;
         const uint4 b = w[u][half / 2];
         if (!RESIDENT && NORM && t == 0 && half % 2 == 0) {
 #pragma unroll
-          for (int o = 0; o < OCTETS; o++) a[block % AHEAD][o] = normed(a[block % AHEAD][o], scale[o], weight[block]);
+          for (int o = 0; o < OCTETS; o++) {
+            a[block % AHEAD][o] = normed(a[block % AHEAD][o], scale[o], weight[block]);
+            if (normed_out && blockIdx.x == 0 && row + 8 * o < x.rows)
+              publish((uint4*)(normed_out + (row + 8 * o) * (i64)(2 * K) + at(block)), a[block % AHEAD][o]);
+          }
         }
 #pragma unroll
         for (int m = 0; m < MT; m++) {
@@ -125,10 +132,10 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool w
         }
         if (!RESIDENT && t == T - 1 && half % 2 == 1 && block + AHEAD < BLOCKS) {
 #pragma unroll
-          for (int o = 0; o < OCTETS; o++) a[block % AHEAD][o] = x.load(row + 8 * o, column + 32 * (block + AHEAD));
+          for (int o = 0; o < OCTETS; o++) a[block % AHEAD][o] = x.load(row + 8 * o, at(block + AHEAD));
         }
-      }
-    stream.template refill<U>();
+    }
+    stream.template done<U>();
   }
 
   float2* sums = (float2*)(memory + Shared::sums);
