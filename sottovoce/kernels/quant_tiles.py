@@ -19,10 +19,11 @@ class VectorTile:
 
 @dataclass(frozen=True)
 class MatrixTile:
-    slices: int  # S: warps of a program, each with its own share of K
+    slices: int  # S: shares of K, a warp each; 1: all warps share every product
     columns: int  # BK: bytes of a weight row that a slice takes at a time
     rows: int  # BN
     stages: int
+    warps: int  # as many as slices, if there are several
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,11 @@ class QuantTuning:
     vector_rows: int = 2  # up to this many batch rows go through the weights one by one, without tensor cores
     program_bytes: int = 16 << 10  # of weights that one program of the vector kernel holds in registers
     programs: int = 264  # at least so many, where the rows allow it: two for each processor of an H100
-    slices: int = 4
+    slices: int = 4  # up to 16 batch rows; of more, a warp could not keep the sums in registers
     columns: int = 128
-    max_rows: int = 32
-    stages: int = 3
+    matrix_programs: int = 90  # at least so many; each reads all inputs, so for many batch rows few are better
+    max_rows: int = 32  # BN's upper end where K is cut into slices; else 128
+    stages: int = 4
     shared_bytes: int = 96 << 10
     vector_overrides: dict[tuple[str, str, int, int], VectorTile] = field(default_factory=dict)
     matrix_overrides: dict[tuple[str, str, int, int], MatrixTile] = field(default_factory=dict)
@@ -58,9 +60,10 @@ class QuantTuning:
         pair = 2 if kind == "pair" else 1
         columns = 64 if name == "int4" else self.columns  # int4: a group is 64 bytes
         batch_rows = padded_rows(batch)
-        # Sums are kept twice, for the upper and the lower byte of the inputs: 64 rows leave few registers.
-        limit = min(self.max_rows, 1024 // batch_rows // pair * 2)
-        rows = next((r for r in (32, 16) if r <= limit and n // r >= self.programs // 2), 16)
+        slices = self.slices if batch_rows == 16 else 1
+        limit = self.max_rows if slices > 1 else 128
+        rows = next((r for r in (64, 32) if r * pair <= limit and n // r >= self.matrix_programs), 16)
         inputs = 2 * batch_rows * (2 if name == "int4" else 1)
-        stage_bytes = self.slices * columns * (rows * pair + inputs)
-        return MatrixTile(self.slices, columns, rows, max(1, min(self.stages, self.shared_bytes // stage_bytes)))
+        stages = self.shared_bytes // (slices * columns * (rows * pair + inputs))
+        warps = 8 if rows * pair * batch_rows > 4096 else 4  # 4096 sums of two kinds are 64 registers of four warps
+        return MatrixTile(slices, columns, rows, max(1, min(self.stages, stages)), max(warps, slices))

@@ -145,7 +145,7 @@ def gemv_kernel(
     INT4: tl.constexpr, PAIR: tl.constexpr, EPILOGUE: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
     BN: tl.constexpr, DP4A: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row and a tile of out [B, N], whose rows are `out_stride` apart. PAIR: silu(row n) * row n + N of a weight of 2 N."""
+    """A row and a tile of out [B, N], rows `out_stride` apart. PAIR: silu(n) * (n + N) of the weight's 2 N rows."""
     b, pid = tl.program_id(0), tl.program_id(1)
     n, quads = pid * BN + tl.arange(0, BN), tl.arange(0, Q)
     let_next_start(PDL)
@@ -227,44 +227,49 @@ def whole_rows_kernel(
 
 @triton.jit
 def load_bytes(w_ptr, n, k, N: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Bytes [S, BK, BN] of rows n [BN], bytes k [S, BK] of each."""
-    pointer = w_ptr + n[None, None, :] * WIDTH + k[:, :, None]
+    """Bytes [..., BK, BN] of rows n [BN], bytes k [..., BK] of each."""
+    n = tl.expand_dims(n, 0)
+    pointer, mask = w_ptr + n * WIDTH + tl.expand_dims(k, -1), (n < N) & (tl.expand_dims(k, -1) < WIDTH)
     if EVEN:
         return tl.load(pointer)
     else:
-        return tl.load(pointer, mask=(n < N)[None, None, :] & (k < WIDTH)[:, :, None], other=0)
+        return tl.load(pointer, mask=mask, other=0)
 
 
 @triton.jit
 def load_whole(q_ptr, b, k, B, KP: tl.constexpr):
-    """Bytes [S, BB, BK] of rows b, columns k [S, BK]."""
-    mask = (b < B)[None, :, None] & (k < KP)[:, None, :]
-    return tl.load(q_ptr + b[None, :, None] * (2 * KP) + k[:, None, :], mask=mask, other=0)
+    """Bytes [..., BB, BK] of rows b [BB], columns k [..., BK]."""
+    b, k = tl.expand_dims(b, -1), tl.expand_dims(k, -2)
+    return tl.load(q_ptr + b * (2 * KP) + k, mask=(b < B) & (k < KP), other=0)
 
 
 @triton.jit
 def add_chunk(
-    above, below, w_ptr, m_ptr, q_ptr, n, b, chunk, B, N: tl.constexpr, KP: tl.constexpr, WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr, INT4: tl.constexpr, EVEN: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
+    above, below, w_ptr, m_ptr, q_ptr, n, b, part, B, N: tl.constexpr, KP: tl.constexpr, WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr, INT4: tl.constexpr, EVEN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of a chunk of columns to the two int32 sums [S, BB, BN]."""
-    slices, k = chunk * S + tl.arange(0, S), tl.arange(0, BK)
-    w = load_bytes(w_ptr, n, slices[:, None] * BK + k[None, :], N, WIDTH, EVEN)
-    if INT4:  # a slice is a group
+    """Adds the products of some columns to the two int32 sums [..., BB, BN]. `part`: which BK bytes of the weights, one
+    number or [S, 1]."""
+    k = part * BK + tl.arange(0, BK)
+    w = load_bytes(w_ptr, n, k, N, WIDTH, EVEN)
+    if INT4:  # a part is a group
         under, upper = (w << 4).to(tl.int8, bitcast=True), (w & 0xF0).to(tl.int8, bitcast=True)
-        mask = (slices < GROUPS)[:, None] & (n < N)[None, :]
-        m = tl.load(m_ptr + n[None, :] * GROUPS + slices[:, None], mask=mask, other=0).to(tl.int32)[:, None, :]
-        at = slices[:, None] * 128 + k[None, :]
+        m = tl.load(m_ptr + n * GROUPS + part, mask=(n < N) & (part < GROUPS), other=0).to(tl.int32)
+        m, at = tl.expand_dims(m, -2), part * 128 + tl.arange(0, BK)
         high = tl.dot(load_whole(q_ptr, b, at, B, KP), under, out_dtype=tl.int32)
         high = tl.dot(load_whole(q_ptr, b, at + 64, B, KP), upper, high, out_dtype=tl.int32)
         low = tl.dot(load_whole(q_ptr + KP, b, at, B, KP), under, out_dtype=tl.int32)
         low = tl.dot(load_whole(q_ptr + KP, b, at + 64, B, KP), upper, low, out_dtype=tl.int32)
         return above + (high >> 4) * m, below + (low >> 4) * m
     else:
-        at = slices[:, None] * BK + k[None, :]
-        above = tl.dot(load_whole(q_ptr, b, at, B, KP), w, above, out_dtype=tl.int32)
-        below = tl.dot(load_whole(q_ptr + KP, b, at, B, KP), w, below, out_dtype=tl.int32)
+        above = tl.dot(load_whole(q_ptr, b, k, B, KP), w, above, out_dtype=tl.int32)
+        below = tl.dot(load_whole(q_ptr + KP, b, k, B, KP), w, below, out_dtype=tl.int32)
         return above, below
+
+
+@triton.jit
+def no_sums(S: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr):
+    return tl.zeros((BB, BN), tl.int32) if S == 1 else tl.zeros((S, BB, BN), tl.int32)
 
 
 @triton.jit(do_not_specialize=["B", "next_bytes", "out_stride"])
@@ -274,31 +279,38 @@ def gemm_kernel(
     PAIR: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
     BB: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [B, N] from the bytes of `whole_rows_kernel`; else as `gemv_kernel`. Weight rows are a product's N side."""
+    """out [B, N] from the bytes of `whole_rows_kernel`; else as `gemv_kernel`. Weight rows are a product's N side.
+
+    S: slices of K, a warp each, whose sums are added last. 1: all warps share each product, as suits many rows.
+    """
     pid = tl.program_id(0)
     n, b = pid * BN + tl.arange(0, BN), tl.program_id(1) * BB + tl.arange(0, BB)
     let_next_start(PDL)
     scales = tl.load(s_ptr + n, mask=n < N, other=0.0)
     wait_for_previous(PDL)
-    above, below = tl.zeros((S, BB, BN), tl.int32), tl.zeros((S, BB, BN), tl.int32)
+    above, below = no_sums(S, BB, BN), no_sums(S, BB, BN)
     if PAIR:
-        above_up, below_up = tl.zeros((S, BB, BN), tl.int32), tl.zeros((S, BB, BN), tl.int32)
+        above_up, below_up = no_sums(S, BB, BN), no_sums(S, BB, BN)
     for chunk in tl.range(0, (WIDTH + S * BK - 1) // (S * BK), num_stages=STAGES):
+        part = chunk if S == 1 else chunk * S + tl.arange(0, S)[:, None]
         above, below = add_chunk(
-            above, below, w_ptr, m_ptr, q_ptr, n, b, chunk, B, N, KP, WIDTH, GROUPS, INT4, EVEN, S, BK
+            above, below, w_ptr, m_ptr, q_ptr, n, b, part, B, N, KP, WIDTH, GROUPS, INT4, EVEN, BK
         )
         if PAIR:
             above_up, below_up = add_chunk(
-                above_up, below_up, w_ptr + N * WIDTH, m_ptr + N * GROUPS, q_ptr, n, b, chunk, B,
-                N, KP, WIDTH, GROUPS, INT4, EVEN, S, BK,
+                above_up, below_up, w_ptr + N * WIDTH, m_ptr + N * GROUPS, q_ptr, n, b, part, B,
+                N, KP, WIDTH, GROUPS, INT4, EVEN, BK,
             )  # fmt: skip
+    if S > 1:
+        above, below = tl.sum(above, 0), tl.sum(below, 0)
+        if PAIR:
+            above_up, below_up = tl.sum(above_up, 0), tl.sum(below_up, 0)
     step = tl.load(step_ptr + b, mask=b < B, other=0.0)[:, None]
     mask = (b < B)[:, None] & (n < N)[None, :]
-    out = combine(tl.sum(above, 0), tl.sum(below, 0), scales[None, :] * step)
+    out = combine(above, below, scales[None, :] * step)
     if PAIR:
         scales = tl.load(s_ptr + N + n, mask=n < N, other=0.0)
-        up = combine(tl.sum(above_up, 0), tl.sum(below_up, 0), scales[None, :] * step)
-        out = swiglu(out, up, out_ptr.dtype.element_ty)
+        out = swiglu(out, combine(above_up, below_up, scales[None, :] * step), out_ptr.dtype.element_ty)
     else:
         columns = tl.broadcast_to(n[None, :], (BB, BN))
         out = finish(out, extra_ptr, b[:, None] * N + n[None, :], columns, mask, EPILOGUE, out_ptr.dtype.element_ty)

@@ -163,7 +163,7 @@ class TritonQuantOps(TritonOps):
             STAGES=tile.stages,
             PDL=self.tuning.pdl,
             **self._hint(prefetch),
-            **self._exact_launch(tile.slices),
+            **self._exact_launch(tile.warps),
         )
 
     def _exact_launch(self, num_warps: int) -> dict:
