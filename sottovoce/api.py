@@ -20,13 +20,14 @@ import torch
 
 from sottovoce import hub
 from sottovoce.api_codec import LOAD_OPTIONS, Codec, as_dtype
-from sottovoce.assembly import build_engine, plan_for
+from sottovoce.assembly import build_engine, place, plan_for
 from sottovoce.attempts import Company, Prepared, about_item, streamed
 from sottovoce.audio.io import AudioInput
 from sottovoce.codec.codec import DecodeMode
 from sottovoce.engine.driver import Driver
 from sottovoce.engine.pool import EnginePool
 from sottovoce.memory.describe import describe
+from sottovoce.memory.placement import Placement
 from sottovoce.memory.plan import Plan
 from sottovoce.memory.probe import DTYPES, dtype_name, pick_device, release_cached
 from sottovoce.memory.trace import phase
@@ -52,7 +53,7 @@ __all__ = ["TTS", "Codec"]
 Notice = Callable[[str], None]
 Item = str | Request | Mapping[str, Any]
 
-PLAN_OPTIONS = ("memory", "profile", "weights", "kv", "max_rows")
+PLAN_OPTIONS = ("memory", "profile", "weights", "kv", "device_map", "max_rows")
 OPTIONS = (*(f.name for kind in (Request, Sampling) for f in fields(kind)), "split")
 
 
@@ -64,11 +65,20 @@ class TTS:
 
     sample_rate = SAMPLE_RATE
 
-    def __init__(self, folder: Path, *, device: torch.device, plan: Plan, is_hub: bool, notice: Notice) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        device: torch.device,
+        plan: Plan,
+        is_hub: bool,
+        notice: Notice,
+        placement: Placement | None = None,
+    ) -> None:
         self.folder, self.device, self.plan = folder, device, plan
         self.dtype = DTYPES[plan.layout.dtype]
         self._tokenizer = TextTokenizer.from_folder(folder, is_hub_snapshot=is_hub)
-        engine = build_engine(folder, plan, device)
+        engine = build_engine(folder, plan, device, placement)
         self.config = engine.network.config
         self._codec = Codec(folder, device=engine.audio.device)
         self._voices = Voices(folder, self.config, self._codec, device, notice)
@@ -97,6 +107,7 @@ class TTS:
         profile: str | None = None,
         weights: str | Mapping[str, str] | None = None,
         kv: str | None = None,
+        device_map: str | Mapping[str, str | int] | None = None,
         max_rows: int | None = None,
         on_notice: Notice | None = None,
         **unknown: Any,
@@ -116,6 +127,9 @@ class TTS:
                 {"talker": "int4", "predictor": "int4"}: products inside the layers are quantized while they are read.
                 "none" keeps them as the checkpoint has them. None is that if it fits, else the best that does.
             kv: keys and values, "full" or "fp8"; None is the best that fits.
+            device_map: "auto" for the GPU with the most free memory, or devices by part ("talker", "predictor",
+                "codec", "text_embedding") or by official module name ("talker.model.layers.5"); the rest goes to
+                `device`.
             max_rows: how many requests run at the same time, more wait; None is what fits and is of use.
             on_notice: is given one-line notices, such as which model or voice was chosen; None prints to stderr.
 
@@ -126,8 +140,7 @@ class TTS:
             CheckpointError: files that are incomplete or do not fit each other.
         """
         reject_unknown("option", unknown, (*LOAD_OPTIONS, *PLAN_OPTIONS, "on_notice"))
-        chosen = pick_device(device)
-        precision = None if dtype is None else dtype_name(as_dtype(dtype, chosen))
+        precision = None if dtype is None else dtype_name(as_dtype(dtype, pick_device(device)))
         if max_rows is not None and (not isinstance(max_rows, int) or isinstance(max_rows, bool) or max_rows < 1):
             raise InputError(f"max_rows must be a whole number of at least 1, got {max_rows!r}", field="max_rows")
         notice = on_notice or _to_stderr
@@ -136,11 +149,12 @@ class TTS:
         folder = hub.resolve(model, revision=revision, offline=offline)
         is_hub = model is not None and folder != Path(model).expanduser()
         wish = {"memory": memory, "profile": profile, "weights": weights, "kv": kv}
-        plan = plan_for(folder, chosen, dtype=precision, rows=max_rows, **wish)
+        chosen, placement = place(device, device_map, folder)
+        plan = plan_for(folder, chosen, dtype=precision, rows=max_rows, placement=placement, **wish)
         if memory is not None or profile is not None:
             notice(describe(plan, folder.name))
         with phase("load"):
-            return cls(folder, device=chosen, plan=plan, is_hub=is_hub, notice=notice)
+            return cls(folder, device=chosen, plan=plan, is_hub=is_hub, notice=notice, placement=placement)
 
     @classmethod
     def pool(

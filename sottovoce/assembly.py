@@ -19,14 +19,47 @@ from sottovoce.kernels import select
 from sottovoce.memory.describe import advice_lines
 from sottovoce.memory.footprint import Layout
 from sottovoce.memory.oom import Guard
+from sottovoce.memory.placement import DeviceMap, Placement, parse_device_map
 from sottovoce.memory.plan import Plan, gigabytes, make_plan, parse_bytes
-from sottovoce.memory.probe import DTYPES, KV_DTYPES, look_at
+from sottovoce.memory.probe import DTYPES, KV_DTYPES, look_at, pick_device
 from sottovoce.model.rowtable import load_text_rows
 from sottovoce.model.weights import load_codec, load_network
 from sottovoce.types import OutOfMemoryError
 
 # What each profile is mostly asked for; the task sets how many rows are of use.
 PROFILE_TASKS = {"realtime": "say", "batch": "batch", "longform": "longform"}
+
+
+def place(
+    device: str | torch.device | None, device_map: str | DeviceMap | None, folder: Path
+) -> tuple[torch.device, Placement | None]:
+    """Where a model goes: the home of its requests, and what is elsewhere, if anything is asked to be.
+
+    Args:
+        device: None is a GPU if there is one; with a map, where what it does not name goes.
+        device_map: "auto", which is the GPU with the most free memory; a device; or as `parse_device_map` takes it.
+
+    Raises NotFoundError for a device that is not here, InputError for a map that cannot be.
+    """
+    if device_map is None:
+        return pick_device(device), None
+    if device_map == "auto":
+        return roomiest(device), None
+    if not isinstance(device_map, Mapping):
+        return pick_device(f"cuda:{device_map}" if isinstance(device_map, int) else device_map), None
+    num_layers = ModelConfig.from_folder(folder).talker.num_hidden_layers
+    placement = parse_device_map(device_map, num_layers, str(pick_device(device)))
+    for name in placement.devices:
+        pick_device(name)
+    return torch.device(placement.home), placement
+
+
+def roomiest(device: str | torch.device | None) -> torch.device:
+    """The device asked for, else the GPU with the most free memory, else the CPU."""
+    if device is not None or torch.cuda.device_count() < 2:
+        return pick_device(device)
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return max(devices, key=lambda one: torch.cuda.mem_get_info(one)[0])
 
 
 def plan_for(
@@ -39,13 +72,14 @@ def plan_for(
     dtype: str | None = None,
     weights: str | Mapping[str, str] | None = None,
     kv: str | None = None,
-    places: Mapping[str, str] | None = None,
+    placement: Placement | None = None,
 ) -> Plan:
     """What a checkpoint will take on a device as it is now; nothing is loaded.
 
     Args:
         memory: may be used, as `parse_bytes` takes it; None, or more than is free now, is what is free.
-        profile, rows, dtype, weights, kv, places: as of `make_plan`.
+        profile, rows, dtype, weights, kv: as of `make_plan`.
+        placement: what is elsewhere than on `device`. If a step crosses devices, their memory counts together.
 
     Raises:
         OutOfMemoryError: it does not fit; the message says what would make it fit.
@@ -55,6 +89,15 @@ def plan_for(
     config, codec = ModelConfig.from_folder(folder), CodecConfig.from_folder(folder / "speech_tokenizer")
     asked = None if memory is None else parse_bytes(memory)
     card, free_bytes = look_at(device)
+    places: dict[str, str] = {}
+    if placement is not None:
+        others = [torch.device(name) for name in placement.devices if torch.device(name) != device]
+        if placement.is_split:
+            free_bytes += sum(look_at(other)[1] for other in others)
+        if placement.codec != placement.home:
+            places["codec"] = "cpu" if placement.codec == "cpu" else "other"
+        if placement.text is not None and placement.text == placement.home:
+            places["text_embedding"] = "device"
     plan = make_plan(
         config,
         codec,
@@ -78,17 +121,18 @@ def plan_for(
     return plan
 
 
-def build_engine(folder: Path, plan: Plan, device: torch.device) -> Engine:
+def build_engine(folder: Path, plan: Plan, device: torch.device, placement: Placement | None = None) -> Engine:
     """Loads what the plan says, the codec first: what it takes while it is folded is free again before the rest comes.
 
-    Raises CheckpointError for files that are incomplete or do not fit each other.
+    `placement` as it was planned with. Raises CheckpointError for files that are incomplete or do not fit each other.
     """
     layout = plan.layout
-    audio = audio_stage(folder, layout, device if layout.is_here("codec") else torch.device("cpu"))
+    audio = audio_stage(folder, layout, device if placement is None else torch.device(placement.codec))
     has_text = layout.is_here("text_embedding")
     parts = ("talker", "predictor", *(("text_embedding",) if has_text else ()))
     dtype, quantized = DTYPES[layout.dtype], plan.quantized
-    network = load_network(folder, device=device, dtype=dtype, parts=parts, weights=quantized or None)
+    of = None if placement is None else placement.of
+    network = load_network(folder, device=device, dtype=dtype, parts=parts, weights=quantized or None, place=of)
     if not has_text:
         load_text_rows(network, folder, is_mapped=layout.places["text_embedding"] == "mapped")
     name = f"{plan.kind} {network.config.size}, {plan.weights}, {layout.dtype}, {layout.max_rows} rows"

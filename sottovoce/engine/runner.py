@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sottovoce.engine.graphs import HostCopy, Launcher, pinned
 from sottovoce.engine.request import Capacity, Chunk, Row, Step, Swap
+from sottovoce.engine.split import SplitModel, lies_on_several_devices
 from sottovoce.engine.step import Pages, StepModel
 from sottovoce.engine.tables import TEXT_RING_ROWS, SlotTables
 from sottovoce.memory.oom import Guard, forget_frames
@@ -69,13 +70,14 @@ class Runner:
     ) -> None:
         if kv_dtype is not None and ops.frame is not None and kv_dtype not in ops.frame.kv_dtypes:
             ops = replace(ops, frame=None)
-        self.model = StepModel(network, ops, max_positions)
+        is_split = lies_on_several_devices(network)
+        self.model = (SplitModel if is_split else StepModel)(network, ops, max_positions)
         device, dtype = self.model.device, self.model.dtype
         max_pages = -(-max_positions // capacity.page_tokens)
         self.tables = SlotTables.empty(network.config, capacity.max_rows, max_pages, device, dtype)
         self.kv = Pages.empty(network, capacity.num_pages, capacity.page_tokens, kv_dtype)
         self.tables.pages.fill_(capacity.num_pages)  # unset entries point at the scratch page
-        self.launcher = Launcher(device, use_graphs=use_graphs)
+        self.launcher = Launcher(device, use_graphs=use_graphs and not is_split)  # a graph is of one device
         self.guard = Guard(device) if guard is None else guard
         self.guard.may_drop(self.launcher.forget)
         self._batches = capacity.batches

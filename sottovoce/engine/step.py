@@ -204,36 +204,45 @@ class StepModel:
         self, x: Tensor, positions: Tensor, pages: Tensor, keys: Tensor, values: Tensor, is_prompt: bool
     ) -> Tensor:
         """All layers of the talker on rows [n, D], before the final norm."""
-        ops, layers = self.ops, self.layers
-        for index, layer in enumerate(layers):
-            x, positions, pages, rope = self._bring(index, x, positions, pages)
-            is_last = index + 1 == len(layers)
-            following = self.network.talker.codec_head.weight if is_last else layers[index + 1].qkv
-            qkv = ops.norm_linear(x, layer.input_norm, self.eps, layer.qkv, prefetch=layer.out)
-            norms, caches = (layer.q_norm, layer.k_norm), (keys[index], values[index])
-            attended = ops.attend(
-                qkv,
-                *norms,
-                self.eps,
-                *rope,
-                positions,
-                *caches,
-                pages,
-                is_prompt=is_prompt,
-                prefetch=layer.gate_up,
-            )
-            if is_last and is_prompt:
-                break  # what is still to come would be read by nobody
-            x = ops.linear_residual(attended, layer.out, x, prefetch=layer.gate_up)
-            inner = ops.norm_gate_up(x, layer.post_norm, self.eps, layer.gate_up, prefetch=layer.down)
-            x = ops.linear_residual(inner, layer.down, x, prefetch=following)
+        for index, caches in enumerate(zip(keys, values, strict=True)):
+            x = self._layer(index, self.ops, x, self.rope, positions, pages, caches, is_prompt)
         return x
 
-    def _bring(
-        self, index: int, x: Tensor, positions: Tensor, pages: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Inputs, positions, page tables and rotations where layer `index` is: for models on several devices."""
-        return x, positions, pages, self.rope
+    def _layer(
+        self,
+        index: int,
+        ops: Ops,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        positions: Tensor,
+        pages: Tensor,
+        caches: tuple[Tensor, Tensor],
+        is_prompt: bool,
+    ) -> Tensor:
+        """Layer `index` on rows [n, D]."""
+        layer, is_last = self.layers[index], index + 1 == len(self.layers)
+        qkv = ops.norm_linear(x, layer.input_norm, self.eps, layer.qkv, prefetch=layer.out)
+        attended = ops.attend(
+            qkv,
+            layer.q_norm,
+            layer.k_norm,
+            self.eps,
+            *rope,
+            positions,
+            *caches,
+            pages,
+            is_prompt=is_prompt,
+            prefetch=layer.gate_up,
+        )
+        if is_last and is_prompt:
+            return x  # what is still to come would be read by nobody
+        x = ops.linear_residual(attended, layer.out, x, prefetch=layer.gate_up)
+        inner = ops.norm_gate_up(x, layer.post_norm, self.eps, layer.gate_up, prefetch=layer.down)
+        return ops.linear_residual(inner, layer.down, x, prefetch=self._following(index))
+
+    def _following(self, index: int) -> Tensor | QuantWeight:
+        """What is read after layer `index`."""
+        return self.network.talker.codec_head.weight if index + 1 == len(self.layers) else self.layers[index + 1].qkv
 
     def _project(self, x: Tensor) -> Tensor:
         projection = self.network.predictor.small_to_mtp_projection
@@ -266,13 +275,14 @@ def stack_predictor(network: Network) -> PredictorWeights:
         sum_tables = stack(predictor.codec_embedding, "weight")
         positions = torch.arange(predictor.config.num_code_groups, device=sum_tables.device)[None]
         cos, sin = rope_tables(positions, predictor.decoder.frequencies, sum_tables.dtype)
+        first_sum_table = talker.codec_embedding.weight.to(sum_tables.device)
         return PredictorWeights(
             **stacks,
             norm=predictor.decoder.norm.weight,
             heads=stack(predictor.lm_head, "weight"),
-            first_table=predictor.small_to_mtp_projection(talker.codec_embedding.weight),
+            first_table=predictor.small_to_mtp_projection(first_sum_table),
             tables=predictor.small_to_mtp_projection(sum_tables),
-            first_sum_table=talker.codec_embedding.weight,
+            first_sum_table=first_sum_table,
             sum_tables=sum_tables,
             cos=cos[0],
             sin=sin[0],

@@ -107,7 +107,7 @@ def advise(wish: Wish, plan: Plan) -> Iterator[Advice]:
     is_fixed = wish.config.quantization is not None
     if (wish.formats is not None and not is_fixed) or wish.kv == "full":
         yield from _tried(wish, [{"weights": None, "kv": None}])
-    if wish.card.capability is not None and wish.places.get("codec") != "cpu":
+    if wish.card.capability is not None and "codec" not in wish.places:
         yield from _tried(wish, [{"places": {**wish.places, "codec": "cpu"}}])
     if wish.places.get("text_embedding") == "device":
         yield from _tried(wish, [{"places": {**wish.places, "text_embedding": "host"}}])
@@ -289,8 +289,12 @@ def _place_reasons(wish: Wish, layout: Layout) -> dict[str, str]:
         "host": "a prompt reads a hundred of its rows: they are copied over in well under a millisecond",
         "mapped": "a prompt reads a hundred of its rows, straight from the file",
     }
-    why_codec = "beside the talker" if codec == "device" else "as asked: saves the device's memory, and is slower"
-    return {"text": why_text.get(text, "as asked"), "codec": why_codec}
+    why_codec = {
+        "device": "beside the talker",
+        "cpu": "as asked: saves the device's memory, and is slower",
+        "other": "as asked: on a device of its own",
+    }
+    return {"text": why_text.get(text, "as asked"), "codec": why_codec[codec]}
 
 
 def _part_reasons(wish: Wish, layout: Layout, parts: Mapping[str, int]) -> dict[str, str]:

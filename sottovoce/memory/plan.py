@@ -19,7 +19,7 @@ from sottovoce.types import InputError, reject_unknown
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_FORMATS = {"full": None, "fp8": KV_FP8}
-PLACES = {"text_embedding": ("device", "host", "mapped"), "codec": ("device", "cpu")}
+PLACES = {"text_embedding": ("device", "host", "mapped"), "codec": ("device", "cpu", "other")}
 PAGE_TOKENS = 16
 MIN_TOKENS = 1024  # the longest piece a text is cut into, its prompt, and a minute of speech to spare
 GROWTH_TOKENS = 1024  # by which one request's share grows, once there are rows enough
@@ -179,7 +179,7 @@ def make_plan(
         weights: as `formats.parse_formats` takes them; None is the best that fits, or what a quantized checkpoint has.
         kv: "full" or "fp8"; None is the best that fits.
         places: of parts that are not where they would be put: "text_embedding" on the "device", "host" or "mapped" from
-            its file, the "codec" on the "device" or "cpu".
+            its file, the "codec" on the "device", "cpu" or an "other" device.
 
     Raises:
         InputError: an unknown name, formats that a quantized checkpoint does not have, or neither memory nor a card

@@ -42,7 +42,8 @@ class Network(nn.Module):
     def frame_embedding(self, codes: Tensor) -> Tensor:
         """Codes [..., 16] of whole frames -> sum of their 16 embeddings [..., D], the talker's tables and width."""
         rows = [self.talker.codec_embedding(codes[..., 0])]
-        rows += [self.predictor.embed(codes[..., k], k) for k in range(1, codes.shape[-1])]
+        codes = codes.to(self.predictor.codec_embedding[0].weight.device)
+        rows += [self.predictor.embed(codes[..., k], k).to(rows[0].device) for k in range(1, codes.shape[-1])]
         return torch.stack(rows, dim=-2).sum(-2)  # one sum, so that bf16 rounds once
 
 

@@ -101,6 +101,7 @@ def load_network(
     parts: Collection[str] | None = None,
     weights: str | Mapping[str, str] | None = None,
     prepare: Callable[[Network], None] | None = None,
+    place: Callable[[str], torch.device | str] | None = None,
 ) -> Network:
     """Reads a model folder; parameters come without `requires_grad`. A quantized checkpoint stays as it is.
 
@@ -112,6 +113,7 @@ def load_network(
         weights: formats to quantize to while reading, as `formats.parse_formats` takes them. Where the rows lie on a
             GPU, it does the work.
         prepare: called with the network on the meta device, to swap modules before any weights arrive.
+        place: gives the device of each tensor by its official name, where not all go to `device`.
 
     Raises:
         CheckpointError: files that are missing or broken, or tensors that are missing, unknown or of a wrong shape,
@@ -128,7 +130,7 @@ def load_network(
     slots = network_slots(config, network.parts, found)
     entries, known = read_index(folder), expand(model_tensors(config), found)
     check_tensors(entries, {name: shape for name, (_, shape) in slots.items()}, known, str(folder))
-    fill(network, {name: slot for name, (slot, _) in slots.items()}, entries, device=device, dtype=dtype)
+    fill(network, {name: slot for name, (slot, _) in slots.items()}, entries, device=device, dtype=dtype, place=place)
     return network
 
 
@@ -183,6 +185,7 @@ def fill(
     *,
     device: torch.device | str,
     dtype: torch.dtype | None = None,
+    place: Callable[[str], torch.device | str] | None = None,
 ) -> None:
     """Streams the tensors named in `slots` into a module on the meta device, allocating each parameter as it comes.
 
@@ -195,18 +198,19 @@ def fill(
     view = memoryview(buffer.numpy())
     for official in ordered:
         entry, slot = entries[official], slots[official]
+        here = device if place is None else torch.device(place(official))
         path, _, leaf = slot.name.rpartition(".")
         owner = module.get_submodule(path)
         sink = getattr(owner, "load_weight", None)
         assert sink is not None or not slot.suffix, f"{official} needs a layer that takes it"
-        target = None if sink is not None else _allocate(owner, leaf, device, dtype or _DTYPES[entry.dtype])
+        target = None if sink is not None else _allocate(owner, leaf, here, dtype or _DTYPES[entry.dtype])
         for row, count in read_rows(entry, view):
             rows = buffer[:count].view(_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
             row += slot.start_row
             if target is not None:
                 target[row : row + len(rows)].copy_(rows)
             else:
-                sink(f"{leaf}.{slot.suffix}" if slot.suffix else leaf, rows.to(device), row)
+                sink(f"{leaf}.{slot.suffix}" if slot.suffix else leaf, rows.to(here), row)
     left = [name for name, tensor in module.state_dict().items() if tensor.is_meta]
     assert not left, f"no tensor of the checkpoint goes to {left[:5]}"
 
