@@ -14,12 +14,14 @@ from typing import Annotated
 import typer
 import typer.main
 
+from sottovoce.cli.bench import bench
 from sottovoce.cli.decode import decode
 from sottovoce.cli.doctor import doctor
 from sottovoce.cli.encode import encode
 from sottovoce.cli.items import explain
 from sottovoce.cli.make_random import make_random
 from sottovoce.cli.plan import plan
+from sottovoce.cli.quantize import quantize
 from sottovoce.cli.say import say
 from sottovoce.cli.trace import trace
 from sottovoce.cli.traced import trace_all
@@ -55,9 +57,10 @@ def _root(
 ) -> None: ...
 
 
-for command in (say, encode, decode, plan, doctor, make_random, watch, trace):
+for command in (say, encode, decode, plan, quantize, doctor, make_random, watch, trace):
     app.command()(command)
 app.add_typer(voice)
+app.add_typer(bench)
 app.add_typer(train)
 trace_all(app, but=frozenset({"watch", "trace"}))
 

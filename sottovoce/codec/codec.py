@@ -166,7 +166,7 @@ class Codec(nn.Module):
             for rows in (same[i : i + max_rows] for i in range(0, len(same), max_rows)):
                 samples = clips[rows[0]][None] if len(rows) == 1 else torch.stack([clips[i] for i in rows])
                 samples = samples.to(self.encoder.device)
-                with _full_precision():
+                with full_precision():
                     for index, row in zip(rows, self.encoder.encode(samples, window), strict=True):
                         codes[index] = row
         return codes
@@ -186,7 +186,7 @@ def _clip(wav: np.ndarray | Tensor, index: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
+def full_precision() -> Iterator[None]:
     """True fp32 on a GPU: the TF32 that torch allows convolutions by default changes codes. The setting is torch's own,
     for the whole process, and is put back."""
     settings = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)

@@ -19,6 +19,7 @@ from sottovoce.model.speaker import mel_filterbank
 
 TERMS = ("mel", "stft", "wave")
 MIN_MEL, MIN_POWER = 1e-5, 1e-10  # floors below which spectra count as silent
+MIN_MAGNITUDE = 1e-4  # 80 dB below full scale: with a lower floor, bins that hold only rounding rule the gradient
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,9 @@ class ReconstructionLoss(nn.Module):
             mels = ((bank @ p.clamp(min=MIN_POWER).sqrt()).clamp(min=MIN_MEL).log10() for p in (a, b))
             sums["mel"] = hop * _distance(*mels)
         if window in self.options.stft_windows:
-            a, b = a.clamp(min=MIN_POWER), b.clamp(min=MIN_POWER)
-            linear = 2 / window * _distance(a.sqrt(), b.sqrt())  # a full sine has magnitude 1/2 or so
-            sums["stft"] = hop * (linear + 0.5 * _distance(a.log(), b.log()))
+            a, b = (2 / window * p.clamp(min=MIN_POWER).sqrt() for p in (a, b))  # of a full sine: 1/2 or so
+            logs = ((m + MIN_MAGNITUDE).log() for m in (a, b))
+            sums["stft"] = hop * (_distance(a, b) + _distance(*logs))
         return torch.stack([sums[name] for name in TERMS])
 
     def _power(self, x: Tensor, window: int) -> Tensor:

@@ -39,7 +39,8 @@ def reference(wave, target, options: SpectralOptions):
         sums["mel"] += window // 4 * (a - b).abs().mean(1).sum()
     for window in options.stft_windows:
         a, b = (power(x, window) for x in (wave, target))
-        both = (2 / window) * (a - b).abs() + (a.log() - b.log()).abs()
+        a, b = 2 / window * a, 2 / window * b
+        both = (a - b).abs() + ((a + 1e-4).log() - (b + 1e-4).log()).abs()
         sums["stft"] += window // 4 * both.mean(1).sum()
     return torch.stack([sums[name] for name in ("mel", "stft", "wave")])
 

@@ -1,0 +1,111 @@
+"""`sottovoce bench`: what things take on the machine at hand, as tables for people and JSON lines for programs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sottovoce.cli.options import Device, Json, flag
+
+if TYPE_CHECKING:
+    from sottovoce.config import CodecConfig
+
+bench = typer.Typer(name="bench", help="Measure memory and speed on this machine.", no_args_is_help=True)
+
+
+@bench.callback()
+def _group() -> None: ...
+
+
+@bench.command("train-memory")
+def train_memory(
+    batch: Annotated[int, flag("--batch", help="Clips a step. Default: 4.")] = 4,
+    seconds: Annotated[float, flag("--seconds", help="Length of each clip. Default: 30.")] = 30.0,
+    memory: Annotated[
+        str, flag("--memory", metavar="SIZE", help="What slices are planned for, in all. Default: 2.3GiB.")
+    ] = "2.3GiB",
+    extent: Annotated[str, flag("--extent", help="What is trained: decoder, codebooks or all. Default: all.")] = "all",
+    width: Annotated[
+        int, flag("--width", help="Width of the codec; the published one is 1536. A CPU wants 64 or so.")
+    ] = 1536,
+    only: Annotated[
+        list[str] | None, flag("--only", metavar="NAME", help="Variants to measure, by (part of) their name.")
+    ] = None,
+    steps: Annotated[int, flag("--steps", help="Steps that are timed. Default: 3.")] = 3,
+    device: Device = None,
+    json_: Json = False,
+) -> None:
+    """Memory and time of a training step of the codec: plain, recomputed by block, in slices, and with 8-bit states.
+
+    Weights are random in the published shape: neither memory nor speed depends on them. What does not fit says OOM.
+    """
+    import torch
+
+    from sottovoce.memory.plan import parse_bytes
+    from sottovoce.memory.probe import pick_device
+    from sottovoce.train.codec import CodecRecipe
+    from sottovoce.train.codec_bench import VARIANTS, measure
+
+    chosen = pick_device(device)
+    variants = [v for v in VARIANTS if not only or any(name in v.name for name in only)]
+    if not variants:
+        raise typer.BadParameter(f"known: {', '.join(v.name for v in VARIANTS)}", param_hint="--only")
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        card = torch.cuda.get_device_name(chosen)
+    else:
+        card = "CPU"
+    results = measure(
+        _config(width), rows=batch, seconds=seconds, memory_bytes=parse_bytes(memory), device=chosen,
+        variants=variants, recipe=CodecRecipe(extent), num_steps=steps,
+    )  # fmt: skip
+    if not json_:
+        typer.echo(f"{card}, torch {torch.__version__}: batch {batch} x {seconds:g} s, width {width}, {extent} trained")
+        typer.echo(_line(("", "peak GiB", "planned", "step s", "x first", "slice", "gradient error")))
+    for result in results:
+        typer.echo(json.dumps({"device": card, "width": width, "extent": extent} | result) if json_ else _row(result))
+
+
+def _row(result: dict[str, Any]) -> str:
+    if result["peak_bytes"] is None:
+        return _line((result["variant"], "OOM"))
+    gib = {name: f"{result[name] / 2**30:.2f}" if name in result else "" for name in ("peak_bytes", "planned_bytes")}
+    cut = f"{result['slice_rows']} x {result['slice_s']:.2f} s" if "slice_s" in result else ""
+    return _line(
+        (
+            result["variant"], gib["peak_bytes"], gib["planned_bytes"], f"{result['step_s']:.3f}",
+            f"{result['times_first']:.2f}", cut, f"{result['grad_error']:.1e}",
+        )
+    )  # fmt: skip
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    widths = (22, 9, 9, 9, 9, 14, 15)
+    first, *rest = zip(cells, widths)
+    return (first[0].ljust(first[1]) + "".join(cell.rjust(width) for cell, width in rest)).rstrip()
+
+
+def _config(width: int) -> CodecConfig:
+    """The published shape, or one whose widths are a fraction of it."""
+    from sottovoce.config import CodecConfig, published_json
+
+    if width == 1536:
+        return CodecConfig.published()
+    if width % 16:
+        raise typer.BadParameter("must be a multiple of 16", param_hint="--width")
+    data = published_json("codec")
+    narrow = max(16, width // 3 // 16 * 16)
+    data["decoder_config"] |= {
+        "decoder_dim": width, "latent_dim": 2 * narrow, "codebook_dim": narrow, "hidden_size": narrow,
+        "intermediate_size": 2 * narrow, "num_attention_heads": narrow // 16, "num_key_value_heads": narrow // 16,
+        "head_dim": 32,
+    }  # fmt: skip
+    data["encoder_config"] |= {
+        "hidden_size": narrow, "intermediate_size": 4 * narrow, "num_attention_heads": narrow // 16, "head_dim": 16,
+        "num_key_value_heads": narrow // 16, "num_filters": max(4, width // 24), "codebook_dim": narrow // 2,
+        "vector_quantization_hidden_dimension": narrow // 2, "upsample_groups": narrow,
+    }  # fmt: skip
+    return CodecConfig.from_dict(data)
