@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import threading
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
 from sottovoce import hub
 from sottovoce.audio.io import AudioInput, read_audio
+from sottovoce.codec.codec import CHUNK_FRAMES, DecodeMode
 from sottovoce.codec.codec import Codec as CodecModel
-from sottovoce.codec.codec import DecodeMode
 from sottovoce.config import CodecConfig
+from sottovoce.memory.lending import Lent
+from sottovoce.memory.oom import Guard, forget_frames, is_oom
 from sottovoce.memory.probe import dtype_name, pick_device, pick_dtype, release_cached
+from sottovoce.memory.trace import phase
 from sottovoce.model.weights import load_codec
-from sottovoce.types import SAMPLE_RATE, InputError, SottovoceError, reject_unknown
+from sottovoce.types import SAMPLE_RATE, InputError, OutOfMemoryError, reject_unknown
 
+R = TypeVar("R")
 LOAD_OPTIONS = ("revision", "offline", "device", "dtype")
 
 
@@ -29,9 +33,11 @@ class Codec:
 
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.folder, self.device, self.dtype = folder, device, dtype
-        self._lock = threading.Lock()
-        self._parts: dict[str, CodecModel] = {}
-        self._is_closed = False
+        self._parts = {
+            "encoder": Lent(partial(_load, folder, "encoder", device, torch.float32), "codec"),
+            "decoder": Lent(partial(_load, folder, "decoder", device, dtype), "codec"),
+        }
+        self._guard = Guard(device)
 
     @classmethod
     def from_pretrained(
@@ -72,7 +78,11 @@ class Codec:
         samples = read_audio(
             audio, sample_rate=SAMPLE_RATE, field=field, min_s=1 / SAMPLE_RATE, is_silence_allowed=True
         )
-        return self._part("encoder").encode([samples])[0].T.cpu().numpy()
+
+        def work(codec: CodecModel) -> np.ndarray:
+            return self._guard.again(lambda: codec.encode([samples])[0].T.cpu().numpy())
+
+        return self._with("encoder", work, field)
 
     def decode(self, codes: np.ndarray, *, mode: DecodeMode = "exact") -> np.ndarray:
         """Samples float32 [T * 1920] of codes [T, 16]; `mode` as in `codec.Codec.decode_stream`."""
@@ -85,12 +95,18 @@ class Codec:
                 f"codes must be whole numbers [frames, 16], got {codes.dtype} {list(codes.shape)}", field="codes"
             )
         rows = torch.from_numpy(codes.astype(np.int64)).T[None]  # [1, K, T]
-        return self._part("decoder").decode(rows, mode)[0].cpu().numpy()
+
+        def work(codec: CodecModel) -> np.ndarray:
+            return self._guard.halve(
+                "chunk", CHUNK_FRAMES, lambda frames: codec.decode(rows, mode, frames)[0].cpu().numpy()
+            )
+
+        return self._with("decoder", work, "codes")
 
     def close(self) -> None:
-        """Refuses further work and gives the memory back."""
-        self._is_closed = True
-        self._parts.clear()
+        """Refuses further work, waits for what is under way, and gives the memory back."""
+        for part in self._parts.values():
+            part.close()
         release_cached(self.device)
 
     def __enter__(self) -> Codec:
@@ -99,16 +115,25 @@ class Codec:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _part(self, name: Literal["encoder", "decoder"]) -> CodecModel:
-        with self._lock:  # one copy, however many threads ask
-            if self._is_closed:
-                raise SottovoceError("this codec is closed; open it again to go on")
-            if name not in self._parts:
-                dtype = torch.float32 if name == "encoder" else self.dtype
-                codec = load_codec(self.folder, device=self.device, dtype=dtype, parts=(name,))
-                codec.freeze_codebooks()
-                self._parts[name] = codec
-            return self._parts[name]
+    def _with(self, name: Literal["encoder", "decoder"], work: Callable[[CodecModel], R], field: str) -> R:
+        """`work(half of the codec)`. Raises SottovoceError when closed, and OutOfMemoryError about `field`."""
+        try:
+            with self._parts[name].lend() as codec, phase(f"codec {name}"):
+                return work(codec)
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            forget_frames(error)
+            failure = error
+        raise OutOfMemoryError(f"no memory left for {field}, also in small pieces ({failure})", field=field)
+
+
+def _load(
+    folder: Path, part: Literal["encoder", "decoder"], device: torch.device, dtype: torch.dtype | None
+) -> CodecModel:
+    codec = load_codec(folder, device=device, dtype=dtype, parts=(part,))
+    codec.freeze_codebooks()
+    return codec
 
 
 def as_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from sottovoce.memory.oom import Guard
+from sottovoce.memory.oom import Guard, is_oom
 from sottovoce.types import InputError, OutOfMemoryError, SottovoceError
 
 OnError = Literal["raise", "return"]
@@ -80,14 +80,18 @@ def _in_whole_calls(
 ) -> Any:
     """The outcome of the first call whose batch size fits."""
 
-    def call(part: Sequence[int]) -> Any:
-        bound.arguments["batch_size"] = len(part)
+    def call(size: int) -> Any:
+        bound.arguments["batch_size"] = size
         return function(*bound.args, **bound.kwargs)
 
-    for _, outcome in guard.in_parts(STAGE, range(size), call, range(min(least, size), size + 1)):
-        if isinstance(outcome, Exception):
-            raise OutOfMemoryError(f"{function.__name__} does not fit the memory with batch_size={least}: {outcome}")
-        return outcome
+    try:
+        return guard.halve(STAGE, size, call, min(least, size))
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        failure = error
+    name, size = function.__name__, bound.arguments["batch_size"]
+    raise OutOfMemoryError(f"{name} does not fit the memory even with batch_size={size}: {failure}") from failure
 
 
 def _in_cut_calls(

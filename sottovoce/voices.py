@@ -5,9 +5,9 @@ Knows nothing of prompts or speaking; whether a voice suits a model's kind and w
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +15,9 @@ import torch
 from sottovoce.api_codec import Codec
 from sottovoce.audio.io import AudioInput, read_audio
 from sottovoce.config import ModelConfig
+from sottovoce.memory.lending import Lent
+from sottovoce.memory.oom import Guard
+from sottovoce.memory.trace import phase
 from sottovoce.model.speaker import SpeakerEncoder, speaker_vector
 from sottovoce.model.weights import load_network
 from sottovoce.text.language import resolve_language
@@ -43,8 +46,8 @@ class Voices:
         self.speakers = list(config.talker.spk_id)
         self._codec, self._notice = codec, notice
         self._has_noticed = False
-        self._lock = threading.Lock()
-        self._encoder: SpeakerEncoder | None = None
+        self._encoder = Lent(partial(_load_encoder, folder, device), "model")
+        self._guard = Guard(device)
 
     def pick(self, voice: Voice | str | Path | None) -> Voice | None:
         """A Voice from a preset speaker's name or a voice file. None is the first preset speaker if there are any.
@@ -109,8 +112,10 @@ class Voices:
             if not is_speakable(ref_text):
                 raise InputError("ref_text has no words; give the transcript, or leave it out", field="ref_text")
             _warn_of_transcript(ref_text, len(samples) / SAMPLE_RATE)
+        with self._encoder.lend() as encoder, phase("voice"):
+            x_vector = self._guard.again(speaker_vector, encoder, samples)
         return Voice(
-            x_vector=speaker_vector(self._speaker_encoder(), samples),
+            x_vector=x_vector,
             ref_codes=None if ref_text is None else self._codec.encode((samples, SAMPLE_RATE), field=field),
             ref_text=ref_text,
             language=None if language == "auto" else language,
@@ -119,14 +124,12 @@ class Voices:
         )
 
     def close(self) -> None:
-        self._encoder = None
+        """Makes no more, and waits for those that are being made."""
+        self._encoder.close()
 
-    def _speaker_encoder(self) -> SpeakerEncoder:
-        with self._lock:  # one copy, however many threads ask
-            if self._encoder is None:
-                network = load_network(self.folder, device=self.device, parts=("speaker_encoder",))
-                self._encoder = network.speaker_encoder
-            return self._encoder
+
+def _load_encoder(folder: Path, device: torch.device) -> SpeakerEncoder:
+    return load_network(folder, device=device, parts=("speaker_encoder",)).speaker_encoder
 
 
 def _is_file(name: str) -> bool:

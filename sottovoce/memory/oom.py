@@ -117,6 +117,15 @@ class Guard:
         self.relieve()  # outside of the handler, which keeps the failed frames
         return work(*arguments)
 
+    def halve(self, stage: str, most: int, work: Callable[[int], R], least: int = 1) -> R:
+        """`work(size)` with the largest of `most`, half of it, ... that fits; it is remembered. Raises what ran out if
+        that is `least`, tried twice."""
+        for _, outcome in self.in_parts(stage, range(most), lambda part: work(len(part)), range(least, most + 1)):
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+        raise AssertionError(f"most must be at least 1, got {most}")
+
     def in_parts(
         self, stage: str, items: Sequence[T], work: Callable[[Sequence[T]], R], sizes: Sequence[int]
     ) -> Iterator[tuple[Sequence[T], R | Exception]]:

@@ -91,7 +91,7 @@ def test_a_function_with_a_batch_size_is_called_again_with_half():
         sizes.append(batch_size)
         raise MemoryError
 
-    with pytest.raises(OutOfMemoryError, match="hopeless does not fit the memory with batch_size=2"):
+    with pytest.raises(OutOfMemoryError, match="hopeless does not fit the memory even with batch_size=2"):
         hopeless()
     assert sizes[5:] == [4, 2, 2]
 
