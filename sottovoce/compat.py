@@ -62,6 +62,7 @@ METHODS = {
     "voice_design": ("VoiceDesign", "generate_voice_design"),
     "base": ("Base", "generate_voice_clone"),
 }
+QUANTIZATION = ("quantization_config", "load_in_8bit", "load_in_4bit")
 ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa", "eager")
 
 
@@ -113,8 +114,11 @@ class Qwen3TTSModel:
         Args:
             options: `device_map` (a device, or "auto"), `dtype` or `torch_dtype`, `revision`, `local_files_only`;
                 `attn_implementation`, `low_cpu_mem_usage`, `use_safetensors` and `trust_remote_code` change nothing.
+                `quantization_config` (an object or mapping with `load_in_8bit` or `load_in_4bit`, as transformers'
+                BitsAndBytesConfig), or these two by themselves, load layers in int8 or int4; see `TTS`.
         """
-        return cls(TTS.from_pretrained(pretrained_model_name_or_path, **_load_options(options)))
+        weights = _weights({name: options.pop(name, None) for name in QUANTIZATION})
+        return cls(TTS.from_pretrained(pretrained_model_name_or_path, weights=weights, **_load_options(options)))
 
     def generate(self, text: str | list[str], **arguments: Any) -> tuple[list[np.ndarray], int]:
         """The `generate_*` method that this kind of model has."""
@@ -341,6 +345,34 @@ def _load_options(options: dict[str, Any]) -> dict[str, Any]:
         "revision": options.get("revision"),
         "offline": options.get("local_files_only"),
     }
+
+
+def _weights(options: Mapping[str, Any]) -> str | None:
+    """The weight format that `QUANTIZATION` options ask for. Objects are known by their attributes."""
+    config = options["quantization_config"]
+    bits = {"load_in_8bit": "int8", "load_in_4bit": "int4"}
+
+    def asks(source: Any, name: str) -> bool:
+        return bool(source.get(name) if isinstance(source, Mapping) else getattr(source, name, False))
+
+    is_ours = isinstance(config, Mapping) or any(hasattr(config, name) for name in bits)
+    if config is not None and not is_ours:
+        raise InputError(
+            f"quantization_config must have load_in_8bit or load_in_4bit, as BitsAndBytesConfig has, and a "
+            f"{type(config).__name__} has not; TTS.from_pretrained(weights='int4') needs no such object",
+            field="quantization_config",
+        )
+    wanted = [name for name in bits if asks(options, name) or (config is not None and asks(config, name))]
+    if len(wanted) == 2:
+        raise InputError("load_in_8bit and load_in_4bit exclude each other", field="quantization_config")
+    if not wanted:
+        return None
+    warnings.warn(
+        f"{wanted[0]}: layers are stored in our own {bits[wanted[0]]}, without bitsandbytes; its other settings change "
+        "nothing",
+        stacklevel=4,
+    )
+    return bits[wanted[0]]
 
 
 def _device(device_map: Any) -> str | None:

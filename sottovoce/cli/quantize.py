@@ -118,7 +118,8 @@ def _speak(
     """Codes of each text, the requests, seconds a frame of one request alone, and what was used."""
     from sottovoce import TTS
 
-    with TTS.from_pretrained(folder, device=device, dtype=dtype, max_rows=1, on_notice=lambda _: None) as tts:
+    quiet = {"max_rows": 1, "on_notice": lambda _: None}
+    with TTS.from_pretrained(folder, device=device, dtype=dtype, weights="none", **quiet) as tts:
         # Never an end, so that every text gives as many frames; a clone without a recording has any voice.
         options = {"max_frames": frames, "min_new_frames": frames, "retries": 0, "voice": _voice(tts)}
         requests = [tts.request(text, seed=seed, **options) for seed, text in enumerate(TEXTS)]

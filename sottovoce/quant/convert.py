@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sottovoce.config import ModelConfig, read_json
-from sottovoce.formats import PARTS, Formats, as_config, expand, part_of, stored
+from sottovoce.formats import Formats, as_config, expand, part_of, stored
 from sottovoce.manifest import model_tensors
 from sottovoce.quant.encode import quantize_rows
 from sottovoce.quant.linear import QuantLinear
@@ -37,13 +37,6 @@ def swap_layers(network: nn.Module, formats: Formats) -> None:
             for child, linear in list(layer.named_children()):
                 if isinstance(linear, nn.Linear):
                     setattr(layer, child, QuantLinear(linear.in_features, linear.out_features, name))
-
-
-def formats_of(network: nn.Module) -> dict[str, str]:
-    """Formats of the parts of a network that have one."""
-    layers = {part: getattr(network, part).decoder.layers[0] for part in PARTS if getattr(network, part) is not None}
-    kinds = {part: layer.qkv_proj for part, layer in layers.items()}
-    return {part: kind.format for part, kind in kinds.items() if isinstance(kind, QuantLinear)}
 
 
 def quantize_checkpoint(

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from sottovoce.config import PUBLISHED, ModelConfig
-from sottovoce.formats import PRESETS, expand, part_of, stored_bytes
+from sottovoce.formats import PARTS, PRESETS, expand, parse_formats, part_of, stored_bytes
 from sottovoce.manifest import model_tensors
 from sottovoce.model.network import Network
 from sottovoce.model.weights import export_state, load_network, network_slots, skeleton
-from sottovoce.quant.convert import formats_of, quantize_checkpoint, swap_layers
+from sottovoce.quant.convert import quantize_checkpoint, swap_layers
 from sottovoce.quant.linear import QuantLinear
 from sottovoce.tensorfile import INDEX, SINGLE, read_index
 from sottovoce.types import CheckpointError, InputError
@@ -30,17 +30,16 @@ def state(network):
     return {name: tensor.view(torch.uint8) for name, tensor in network.state_dict().items()}
 
 
-def formats(wish):
-    from sottovoce.formats import parse_formats
-
-    return parse_formats(wish)
+def formats_of(network):
+    layers = {part: getattr(network, part).decoder.layers[0].qkv_proj for part in PARTS}
+    return {part: layer.format for part, layer in layers.items() if isinstance(layer, QuantLinear)}
 
 
 @pytest.mark.parametrize("wish", WISHES)
 def test_a_quantized_checkpoint_is_what_loading_makes(folder, tmp_path, wish):
-    target = quantize_checkpoint(folder, tmp_path / "small", formats(wish))
+    target = quantize_checkpoint(folder, tmp_path / "small", parse_formats(wish))
     while_loading, from_file = load_network(folder, weights=wish), load_network(target)
-    assert formats_of(while_loading) == formats_of(from_file) == formats(wish)
+    assert formats_of(while_loading) == formats_of(from_file) == parse_formats(wish)
     expected, got = state(while_loading), state(from_file)
     assert expected.keys() == got.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
@@ -49,9 +48,9 @@ def test_a_quantized_checkpoint_is_what_loading_makes(folder, tmp_path, wish):
 @pytest.mark.parametrize("wish", WISHES)
 def test_all_else_is_untouched(folder, tmp_path, wish):
     """Embeddings, heads, projections, norms, speaker encoder, codec, tokenizer: the same bytes."""
-    target = quantize_checkpoint(folder, tmp_path / "small", formats(wish))
+    target = quantize_checkpoint(folder, tmp_path / "small", parse_formats(wish))
     plain, small = load_file(folder / SINGLE), load_file(target / SINGLE)
-    kept = {name for name in plain if part_of(name) not in formats(wish)}
+    kept = {name for name in plain if part_of(name) not in parse_formats(wish)}
     assert kept == {name for name in small if name in plain}
     assert all(torch.equal(plain[name], small[name]) for name in kept)
     for words in ("embedding", "codec_head", "lm_head", "text_projection", "small_to_mtp", "norm", "speaker_encoder"):
