@@ -77,6 +77,23 @@ def prepare(
         typer.echo(f"{out}: {report.num_clips} clips, {report.audio_s / 60:.1f} min; {len(report.dropped)} left out")
 
 
+Method = Annotated[
+    str, flag("--method", help="full; lora: adapters on the talker's layers; qlora: over 4 bits. Default: full.")
+]
+Preset = Annotated[
+    str | None,
+    flag(
+        "--preset",
+        help="Whose voice is trained: speakers (of a CustomVoice model, or new ones), design (by instruct), clone "
+        "(by speaker vector), icl (by a reference and its words). Default: what suits the model and the set.",
+    ),
+]
+Speaker = Annotated[str | None, flag("--speaker", help="Of the clips that name none.")]
+Layout = Annotated[
+    str, flag("--layout", help="Text before the speech or beside it: default, text_first, streaming, both.")
+]
+
+
 @train.command("talker")
 def talker(
     data: Data,
@@ -84,21 +101,10 @@ def talker(
     model: Model = None,
     revision: Revision = None,
     offline: Offline = None,
-    method: Annotated[
-        str, flag("--method", help="full; lora: adapters on the talker's layers; qlora: over 4 bits. Default: full.")
-    ] = "full",
-    preset: Annotated[
-        str | None,
-        flag(
-            "--preset",
-            help="Whose voice is trained: speakers (of a CustomVoice model, or new ones), design (by instruct), clone "
-            "(by speaker vector), icl (by a reference and its words). Default: what suits the model and the set.",
-        ),
-    ] = None,
-    speaker: Annotated[str | None, flag("--speaker", help="Of the clips that name none.")] = None,
-    layout: Annotated[
-        str, flag("--layout", help="Text before the speech or beside it: default, text_first, streaming, both.")
-    ] = "default",
+    method: Method = "full",
+    preset: Preset = None,
+    speaker: Speaker = None,
+    layout: Layout = "default",
     steps: Steps = 1000,
     learning_rate: Rate = None,
     batch_tokens: Tokens = 4096,
@@ -171,9 +177,79 @@ def talker(
         max_tokens=batch_tokens, device=pick_device(device), is_sharded=fsdp, sink=log, is_quiet=quiet,
         base_name=model,
     )  # fmt: skip
-    about = {"model": str(out / "model"), **asdict(outcome)}
-    if json_:
-        typer.echo(json.dumps(about))
-    else:
-        best = "" if outcome.best_loss is None else f", validation {outcome.best_loss:.4f} at step {outcome.best_step}"
-        typer.echo(f"{out / 'model'}: {outcome.steps} steps{best}")
+    _tell(outcome, out, json_)
+
+
+@train.command("joint")
+def joint(
+    data: Data,
+    out: Out,
+    model: Model = None,
+    revision: Revision = None,
+    offline: Offline = None,
+    part: Annotated[str, flag("--train", help="both, talker or decoder: the other stays as it is.")] = "both",
+    codes: Annotated[
+        str, flag("--codes", help="What the decoder learns from: codes the talker has spoken, or the true ones.")
+    ] = "spoken",
+    turn_steps: Annotated[
+        int, flag("--turn-steps", help="Steps in which one learns before it is the other's turn. Default: both always.")
+    ] = 0,
+    decoder_s: Annotated[float, flag("--decoder-s", help="Seconds of each clip for the decoder. Default: 4.")] = 4.0,
+    decoder_factor: Annotated[
+        float, flag("--decoder-factor", help="Learning rate of the decoder, times the talker's. Default: 1.")
+    ] = 1.0,
+    method: Method = "full",
+    preset: Preset = None,
+    speaker: Speaker = None,
+    layout: Layout = "default",
+    steps: Steps = 1000,
+    learning_rate: Rate = None,
+    batch_tokens: Tokens = 4096,
+    accumulate: Accumulate = 1,
+    validate_every: ValidateEvery = 100,
+    patience: Patience = None,
+    save_every: SaveEvery = 100,
+    seed: Seed = 0,
+    device: Device = None,
+    log: Log = None,
+    quiet: Quiet = False,
+    json_: Json = False,
+) -> None:
+    """Fine-tune the talker and the codec's decoder in one run.
+
+    The decoder learns to sound right on the codes that the talker chooses. The recordings must still lie where they
+    were when the set was prepared.
+    """
+    from sottovoce.hub import resolve
+    from sottovoce.memory.probe import pick_device
+    from sottovoce.train.corpus import PromptOptions
+    from sottovoce.train.joint import JointOptions
+    from sottovoce.train.joint_trainer import train_joint
+    from sottovoce.train.loop import LoopOptions
+    from sottovoce.train.optim import AdamOptions
+    from sottovoce.train.recipe import TalkerRecipe, default_rate
+    from sottovoce.train.shards import Corpus
+    from sottovoce.train.trainer import default_task
+
+    base, recipe = resolve(model, revision=revision, offline=offline), TalkerRecipe(method=method)
+    outcome = train_joint(
+        base, data, out,
+        joint=JointOptions(part, codes, turn_steps, decoder_s, decoder_factor),
+        recipe=recipe,
+        prompts=PromptOptions(preset or default_task(base, Corpus(data), speaker), layout=layout, speaker=speaker),
+        loop=LoopOptions(
+            max_steps=steps, accumulate=accumulate, learning_rate=learning_rate or default_rate(recipe),
+            max_grad_norm=None, validate_every=validate_every, patience=patience, save_every=save_every, seed=seed,
+        ),
+        adam=AdamOptions(state_bits=8),
+        max_tokens=batch_tokens, device=pick_device(device), sink=log, is_quiet=quiet, base_name=model,
+    )  # fmt: skip
+    _tell(outcome, out, json_)
+
+
+def _tell(outcome: Any, out: Path, is_json: bool) -> None:
+    if is_json:
+        typer.echo(json.dumps({"model": str(out / "model"), **asdict(outcome)}))
+        return
+    best = "" if outcome.best_loss is None else f", validation {outcome.best_loss:.4f} at step {outcome.best_step}"
+    typer.echo(f"{out / 'model'}: {outcome.steps} steps{best}")

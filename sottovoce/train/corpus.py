@@ -153,16 +153,20 @@ class BatchStream:
         self._epoch, self._plan = 0, self._plan_of(0)
 
     def __getitem__(self, index: int) -> TalkerBatch:
+        return self.collate(*self.clips_at(index))
+
+    def clips_at(self, index: int) -> tuple[list[int], int]:
+        """Clips of batch `index`, and the epoch."""
         while index >= self._first[-1]:
             self._first.append(self._first[-1] + len(self._plan_at(len(self._first) - 1)))
         epoch = int(np.searchsorted(self._first, index, side="right")) - 1
-        return self._collate(self._plan_at(epoch)[index - self._first[epoch]], epoch)
+        return self._plan_at(epoch)[index - self._first[epoch]], epoch
 
-    def once(self) -> list[TalkerBatch]:
-        """Each clip once, in batches that are always the same."""
-        return [self._collate(batch, 0) for batch in self._plan_of(0)]
+    def once(self) -> list[list[int]]:
+        """Clips of batches that are always the same, each clip once."""
+        return self._plan_of(0)
 
-    def _collate(self, clips: Sequence[int], epoch: int) -> TalkerBatch:
+    def collate(self, clips: Sequence[int], epoch: int) -> TalkerBatch:
         made = [self.examples.make(int(index), epoch) for index in clips]
         return collate(made, self.examples.config.talker.codec_eos_token_id)
 

@@ -88,6 +88,17 @@ def export_model(
     return partial.rename(out)
 
 
+def export_codec(base: Path, out: Path, trained: Mapping[str, Tensor]) -> Path:
+    """Writes codec folder `out`: that of `base`, with new values for some of its tensors, by their official names."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    for path in base.iterdir():
+        if path.is_file() and path.name != SINGLE:
+            shutil.copy(path, out / path.name)
+    _write(out / SINGLE, read_index(base), {name: (lambda _, new=tensor: new) for name, tensor in trained.items()})
+    return out
+
+
 def load_speaker_encoder(folder: Path, device: torch.device | str = "cpu") -> SpeakerEncoder | None:
     """Of a Base model, or of a CustomVoice model that was made from one here; None for others."""
     config = ModelConfig.from_folder(folder)

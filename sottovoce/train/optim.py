@@ -45,15 +45,21 @@ class AdamW:
     Args:
         parameters: name -> parameter, those with `requires_grad`. All state is allocated here, so that what does not
             fit fails at once.
+        factors: of the learning rate, by the beginning of a name; 1 for all others.
 
     Raises InputError for fp16, in which gradients overflow.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], options: AdamOptions | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        options: AdamOptions | None = None,
+        factors: Mapping[str, float] | None = None,
+    ) -> None:
         self.parameters, self.options = dict(parameters), options or AdamOptions()
         if any(parameter.dtype == torch.float16 for parameter in self.parameters.values()):
             raise InputError("float16 cannot be trained: gradients overflow; use bfloat16 or float32", field="dtype")
-        self.num_steps, self.learning_rate = 0, 0.0
+        self.num_steps, self.learning_rate, self.factors = 0, 0.0, dict(factors or {})
         self.state = {name: self._new_state(parameter) for name, parameter in self.parameters.items()}
 
     def begin_step(self, learning_rate: float) -> None:
@@ -115,15 +121,18 @@ class AdamW:
             return
         weights, gradient = local(parameter).detach().view(-1), local(parameter.grad).reshape(-1)
         decay = self.options.weight_decay if parameter.ndim > 1 and "embedding" not in name else 0.0
+        rate = self.learning_rate
+        for start, factor in self.factors.items():
+            rate *= factor if name.startswith(start) else 1.0
         for start in range(0, len(weights), CHUNK):
-            self._update_chunk(weights, gradient, state, slice(start, min(start + CHUNK, len(weights))), scale, decay)
+            part = slice(start, min(start + CHUNK, len(weights)))
+            self._update_chunk(weights, gradient[part].float() * scale, state, part, rate, decay)
         parameter.grad = None
 
     def _update_chunk(
-        self, weights: Tensor, gradient: Tensor, state: dict[str, Tensor], part: slice, scale: float, decay: float
+        self, weights: Tensor, slope: Tensor, state: dict[str, Tensor], part: slice, rate: float, decay: float
     ) -> None:
-        (beta1, beta2), rate = self.options.betas, self.learning_rate
-        slope = gradient[part].float() * scale
+        beta1, beta2 = self.options.betas
         blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
         if "first_scale" in state:
             first = expand_signed(state["first"][part], state["first_scale"][blocks])

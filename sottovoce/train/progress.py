@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,27 +19,36 @@ Sink = Literal["tensorboard", "trackio"]
 
 
 class Table:
-    """Rows of numbers in a CSV file whose first column is `step`. The first row names the columns."""
+    """Rows of numbers in a CSV file whose first column is `step`. A row may bring new columns with it."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         self.path = path
         self.names: list[str] = []
         if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-            kept = [row for row in rows if row["step"] and int(row["step"]) <= first_step]
+            kept = [row for row in self._rows() if row["step"] and int(row["step"]) <= first_step]
             path.unlink()
             for row in kept:
                 self.add(row)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        is_new = not self.names
-        self.names = self.names or list(row)
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.names, extrasaction="ignore", restval="")
-            if is_new:
+        new = [name for name in row if name not in self.names]
+        if new:
+            rows = self._rows() if self.names else []
+            self.names += new
+            self._write("w", [*rows, row])
+        else:
+            self._write("a", [row])
+
+    def _rows(self) -> list[dict[str, str]]:
+        with self.path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def _write(self, mode: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        with self.path.open(mode, newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.names, restval="")
+            if mode == "w":
                 writer.writeheader()
-            writer.writerow(row)
+            writer.writerows(rows)
 
 
 class Progress:

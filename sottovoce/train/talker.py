@@ -89,7 +89,7 @@ class TalkerTask(nn.Module):
     def logits(self, batch: TalkerBatch) -> tuple[Tensor, Tensor]:
         """What the losses are taken of: codebook 0 [F + B, V] at `first_at`, the others [F, K - 1, Vp] at `rest_at`."""
         hidden = self.hidden(batch)
-        return self.network.talker.logits(hidden[batch.first_at]), self._rest_logits(
+        return self.network.talker.logits(hidden[batch.first_at]), self.rest_logits(
             hidden[batch.rest_at], batch.rest_codes
         )
 
@@ -117,11 +117,11 @@ class TalkerTask(nn.Module):
 
     def _rest_loss(self, states: Tensor, codes: Tensor) -> Tensor:
         """Sums of codebooks 1 to 15, [K - 1], for frames of `codes` [C, K] that are said from `states` [C, D]."""
-        logits, labels = self._rest_logits(states, codes), codes[:, 1:]
+        logits, labels = self.rest_logits(states, codes), codes[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         return losses.view(labels.shape).sum(0)
 
-    def _rest_logits(self, states: Tensor, codes: Tensor) -> Tensor:
+    def rest_logits(self, states: Tensor, codes: Tensor) -> Tensor:
         talker, predictor = self.network.talker, self.network.predictor
         within = [states, talker.codec_embedding(codes[:, 0])]
         within += [predictor.embed(codes[:, k], k) for k in range(1, self.num_codebooks - 1)]

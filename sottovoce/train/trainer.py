@@ -20,6 +20,7 @@ from sottovoce.model.weights import load_codec
 from sottovoce.text.tokenizer import TextTokenizer
 from sottovoce.train.corpus import TASKS, BatchStream, Examples, PromptOptions, Task, held_out, speaker_of
 from sottovoce.train.export import export_model, model_card
+from sottovoce.train.footprint import TrainingWork, training_bytes
 from sottovoce.train.loop import Loop, LoopOptions, Outcome
 from sottovoce.train.optim import AdamOptions, AdamW
 from sottovoce.train.prepare import codec_digest
@@ -141,27 +142,18 @@ def train_talker(
     base, out = Path(base), Path(out)
     recipe, loop, adam = recipe or TalkerRecipe(), loop or LoopOptions(), adam or AdamOptions()
     ranks = Ranks.join(device, is_sharded=is_sharded)
-    corpus = Corpus(data)
-    plan = plan_talker(base, corpus, prompts, seed=loop.seed)
-    task = load_task(base, recipe, ranks.device, speaker_rows=plan.speaker_rows, seed=loop.seed)
-    if is_sharded:
-        shard(task, ranks)
-    trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
-    train_on, validate_on = held_out(len(plan.examples), validation_share, MAX_VALIDATION_CLIPS, loop.seed)
-    stream = BatchStream(plan.examples, max_tokens, seed=loop.seed, indices=train_on)
-    validation = BatchStream(plan.examples, max_tokens, indices=validate_on).once() if len(validate_on) else []
-    about = {"base": base.name, "data": _digest(corpus.folder / MANIFEST), "recipe": asdict(recipe)}
-    about |= {"prompts": asdict(plan.examples.options), "adam": _plain(asdict(adam)), "max_tokens": max_tokens}
+    opened = open_talker(base, data, recipe, prompts, loop.seed, max_tokens, validation_share, ranks)
+    plan, task, trained = opened.plan, opened.task, opened.trained
     runner = Loop(
-        task, AdamW(trained, adam), stream, out, loop,
-        ranks=ranks, validation=validation, about=about, sink=sink, is_quiet=is_quiet,
+        task, AdamW(trained, adam), opened.stream, out, loop,
+        ranks=ranks, validation=[opened.stream.collate(clips, 0) for clips in opened.validation],
+        about=opened.about | {"adam": plain(asdict(adam))}, sink=sink, is_quiet=is_quiet,
         preview=make_preview(task, plan, out / "previews") if loop.preview_every and not is_sharded else None,
     )  # fmt: skip
+    say_memory(runner, opened, recipe, adam)
     outcome = runner.run()
-    if outcome.best_step not in (None, outcome.steps):
-        best = next(path for path in states(out / "state") if path.name.endswith(f"-{outcome.best_step:08d}"))
-        load_weights(best, {f"weight:{name}": tensor for name, tensor in trained.items()}, ranks)
-    card = talker_card(plan, corpus, recipe, loop, outcome, base_name or base.name)
+    take_best(outcome, out, trained, ranks)
+    card = talker_card(opened, recipe, loop, outcome, base_name or base.name)
     export_model(
         task.network, base, out / "model",
         config_json=plan.config_json, speaker_rows=plan.speaker_rows, card=card, ranks=ranks,
@@ -170,10 +162,70 @@ def train_talker(
     return outcome
 
 
-def talker_card(
-    plan: Plan, corpus: Corpus, recipe: TalkerRecipe, loop: LoopOptions, outcome: Outcome, base_name: str
-) -> str:
+@dataclass(frozen=True)
+class Opened:
+    """A training that is ready to begin. `validation` are the clips of its batches; `about` is for going on."""
+
+    plan: Plan
+    corpus: Corpus
+    task: TalkerTask
+    trained: dict[str, torch.nn.Parameter]
+    stream: BatchStream
+    validation: list[list[int]]
+    about: dict[str, Any]
+
+
+def open_talker(
+    base: Path, data: str | Path, recipe: TalkerRecipe, prompts: PromptOptions | None, seed: int, max_tokens: int,
+    validation_share: float, ranks: Ranks,
+) -> Opened:  # fmt: skip
+    """Checks and loads what `train_talker` needs, with its arguments and errors."""
+    corpus = Corpus(data)
+    plan = plan_talker(base, corpus, prompts, seed=seed)
+    task = load_task(base, recipe, ranks.device, speaker_rows=plan.speaker_rows, seed=seed)
+    if ranks.is_sharded:
+        shard(task, ranks)
+    trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
+    train_on, validate_on = held_out(len(plan.examples), validation_share, MAX_VALIDATION_CLIPS, seed)
+    stream = BatchStream(plan.examples, max_tokens, seed=seed, indices=train_on)
+    validation = BatchStream(plan.examples, max_tokens, indices=validate_on).once() if len(validate_on) else []
+    about = {"base": base.name, "data": _digest(corpus.folder / MANIFEST), "recipe": asdict(recipe)}
+    about |= {"prompts": asdict(plan.examples.options), "max_tokens": max_tokens}
+    return Opened(plan, corpus, task, trained, stream, validation, about)
+
+
+def take_best(outcome: Outcome, out: Path, trained: Mapping[str, torch.nn.Parameter], ranks: Ranks) -> None:
+    """Puts the weights that did best in validation back, if others came after them."""
+    if outcome.best_step not in (None, outcome.steps):
+        best = next(path for path in states(out / "state") if path.name.endswith(f"-{outcome.best_step:08d}"))
+        load_weights(best, {f"weight:{name}": tensor for name, tensor in trained.items()}, ranks)
+
+
+def say_memory(runner: Loop, opened: Opened, recipe: TalkerRecipe, adam: AdamOptions) -> None:
+    """Tells what the step will take on a GPU, and what there is."""
+    device = runner.ranks.device
+    if device.type != "cuda" or runner.ranks.is_sharded:
+        return
+    examples = opened.plan.examples
+    tokens = max(opened.stream.max_tokens, int(examples.lengths.max()))
+    spoken = sum(clip.num_frames for clip in opened.corpus.clips) / examples.lengths.sum()
+    work = TrainingWork(
+        recipe.method, 1, tokens, int(tokens * spoken), state_bits=adam.state_bits,
+        has_masters=adam.rounding == "master", is_fused=runner.options.is_fused, rank=recipe.rank,
+        chunk_frames=recipe.chunk_frames, text_on_device=recipe.text_table != "host",
+        item_bytes=2 if opened.task.network.talker.codec_head.weight.dtype == torch.bfloat16 else 4,
+    )  # fmt: skip
+    parts = training_bytes(opened.plan.config, work)
+    _, total = torch.cuda.mem_get_info(device)
+    listed = ", ".join(f"{name} {count / 2**30:.2f}" for name, count in parts.items())
+    runner.progress.say(
+        f"predicted peak {sum(parts.values()) / 2**30:.2f} of {total / 2**30:.0f} GiB at {tokens} tokens ({listed})"
+    )
+
+
+def talker_card(opened: Opened, recipe: TalkerRecipe, loop: LoopOptions, outcome: Outcome, base_name: str) -> str:
     """The model card of a trained talker."""
+    plan, corpus = opened.plan, opened.corpus
     facts = {
         "method": recipe.method if recipe.method == "full" else f"{recipe.method}, rank {recipe.rank}",
         "task": plan.examples.options.task,
@@ -215,6 +267,6 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON gives it back, so that settings can be compared."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

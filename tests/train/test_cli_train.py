@@ -62,3 +62,14 @@ def test_what_does_not_go_together_is_said(sottovoce, tmp_path):
     for line, message in expected:
         done = sottovoce("train", "talker", *line, "-o", "run", "--steps", 1, "--device", "cpu")
         assert done.status == 1 and message in done.err, (line, done.err)
+
+
+def test_talker_and_decoder_together(sottovoce, tmp_path):
+    base, source = folder_of("base"), good_set(tmp_path / "in", 2)
+    assert sottovoce("train", "prepare", source, "-m", base, "-o", "data", "--device", "cpu").status == 0
+    line = ["train", "joint", "-d", "data", "-m", base, "-o", "run", "--device", "cpu", "--steps", 1]
+    done = sottovoce(*line, "--decoder-s", 0.4, "--json")
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["steps"] == 1
+    done = sottovoce("say", "Hello.", "--model", "run/model", "--voice", "bob", "--max-frames", 2, "-o", "hello.wav")
+    assert done.status == 0, done.err
