@@ -17,11 +17,12 @@ from sottovoce.config import ModelConfig
 from sottovoce.model.prompt import Tokenizer, build_prompt
 from sottovoce.train.batches import Example, TalkerBatch, collate
 from sottovoce.train.shards import ClipInfo, Corpus
-from sottovoce.types import InputError, Request, Voice
+from sottovoce.types import InputError, Request, Voice, nearest
 
 Task = Literal["speakers", "design", "clone", "icl"]
 Layout = Literal["default", "text_first", "streaming", "both"]
 TASKS: dict[Task, str] = {"speakers": "custom_voice", "design": "voice_design", "clone": "base", "icl": "base"}
+LAYOUTS = ("default", "text_first", "streaming", "both")
 MAX_REF_FRAMES = 188  # 15 s: longer references of other clips are not drawn
 CONTROL_ROWS = 16  # of a prompt besides its texts, rounded up
 WINDOW_BATCHES = 32  # batches whose clips are sorted by length together
@@ -44,6 +45,13 @@ class PromptOptions:
     layout: Layout = "default"
     auto_share: float = 0.1
     speaker: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("task", TASKS), ("layout", LAYOUTS)):
+            value = getattr(self, name)
+            if value not in known:
+                wanted = ", ".join(known)
+                raise InputError(f"{name} {value!r} is not one of {wanted}{nearest(value, known)}", field=name)
 
 
 class Examples:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from sottovoce.types import MissingExtraError
+from sottovoce.types import MissingExtraError, reject_unknown
 
 Sink = Literal["tensorboard", "trackio"]
 
@@ -81,6 +81,7 @@ class Progress:
 
 
 def _open_sink(sink: Sink | None, folder: Path) -> Any:
+    reject_unknown("log", [sink] if sink else [], ("tensorboard", "trackio"))
     try:
         if sink == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter

@@ -127,7 +127,10 @@ class Corpus:
         return self._shard(clip.shard).get_slice("vectors")[clip.row : clip.row + 1][0]
 
     def _frames(self, clip: ClipInfo, first: int, count: int) -> np.ndarray:
-        return self._shard(clip.shard).get_slice("codes")[first : first + count].astype(np.int64)
+        rows = self._shard(clip.shard).get_slice("codes")
+        if not count:  # safetensors refuses an empty slice at the end
+            return np.zeros((0, rows.get_shape()[1]), np.int64)
+        return rows[first : first + count].astype(np.int64)
 
     def _open(self, name: str) -> Any:
         return safe_open(str(self.folder / name), framework="numpy")
