@@ -56,7 +56,7 @@ def test_all_else_is_untouched(folder, tmp_path, wish):
     for words in ("embedding", "codec_head", "lm_head", "text_projection", "small_to_mtp", "norm", "speaker_encoder"):
         assert not any(words in name for name in plain.keys() - kept)
     for file in folder.rglob("*"):
-        if file.is_file() and file.parent.name == "speech_tokenizer" or file.suffix in (".txt",):
+        if (file.is_file() and file.parent.name == "speech_tokenizer") or file.suffix in (".txt",):
             assert (target / file.relative_to(folder)).read_bytes() == file.read_bytes()
     config = json.loads((target / "config.json").read_text())
     assert config.pop("quantization_config")["quant_method"] == "sottovoce"
