@@ -126,6 +126,8 @@ class Engine:
         self._jobs: dict[Hashable, Job] = {}
         self._in_flight: deque[tuple[Step, HostCopy | None]] = deque()
         self._events: list[Event] = []
+        self._later: dict[Hashable, int] = {}  # had no memory to begin: requests that had ended by then
+        self._num_ended = 0
         self._parts: Parts | None = None
         self._trace = trace.current()
         if self._trace is not None:
@@ -214,6 +216,8 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Does a step's worth of work and returns the news; waits for the device, never for time."""
+        if self._later:
+            self._begin_again()
         self._fill()
         if self._in_flight:
             self._collect()
@@ -289,13 +293,35 @@ class Engine:
         self._end(request_id)
 
     def _fail(self, row: Row, error: Exception) -> None:
-        if row.id in self._active and self._active[row.id].row is row:
+        active = self._active.get(row.id)
+        if active is None or active.row is not row:
+            return
+        has_company = len(self._active) - len(self._later) > 1
+        if is_oom(error) and has_company and not row.num_frames:
+            forget_frames(error)
+            self._later[row.id] = self._num_ended
+            del self._jobs[row.id]
+            active.job.prompt = None
+        else:
             self._events.append(Event.failed(row.id, error))
             self._end(row.id)
-            self.scheduler.abort(row.id, "error")
+        self.scheduler.abort(row.id, "error")
+
+    def _begin_again(self) -> None:
+        """Queues those that had no memory to begin, once another has ended or nobody is left to wait for."""
+        is_alone = len(self._active) == len(self._later)
+        for request_id, num_ended in list(self._later.items()):
+            if (is_alone or self._num_ended > num_ended) and not self.scheduler.has(request_id):
+                active, old = self._active[request_id], self._active[request_id].row
+                active.row = Row(old.id, old.num_prompt, old.max_frames, old.prefix, old.ahead_s)
+                self.scheduler.add(active.row)
+                self._jobs[request_id] = active.job
+                del self._later[request_id]
 
     def _end(self, request_id: Hashable) -> None:
         del self._active[request_id]
-        del self._jobs[request_id]
+        self._jobs.pop(request_id, None)
+        self._later.pop(request_id, None)
+        self._num_ended += 1
         if self.audio is not None:
             self.audio.drop(request_id)

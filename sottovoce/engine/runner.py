@@ -125,11 +125,11 @@ class Runner:
         fail: Callable[[Row, Exception], None],
     ) -> HostCopy | None:
         for swap in step.swap_out:
-            self._guard(fail, swap.row, self._swap_out, swap, jobs)
+            self._guard(fail, swap.row, swap.slot, self._swap_out, swap, jobs)
         for swap in step.swap_in:
-            self._guard(fail, swap.row, self._swap_in, swap, jobs)
+            self._guard(fail, swap.row, swap.slot, self._swap_in, swap, jobs)
         for row, slot in step.admitted:
-            self._guard(fail, row, self._begin, row, slot, jobs)
+            self._guard(fail, row, slot, self._begin, row, slot, jobs)
         if step.page_entries:
             device = self.model.device
             entries = pinned(list(zip(*step.page_entries, strict=True)), torch.int64, device)
@@ -151,12 +151,18 @@ class Runner:
         return self.guard.again(HostCopy, codes)
 
     def _guard(
-        self, fail: Callable[[Row, Exception], None], row: Row, work: Callable[..., None], *arguments: Any
+        self,
+        fail: Callable[[Row, Exception], None],
+        row: Row,
+        slot: int,
+        work: Callable[..., None],
+        *arguments: Any,
     ) -> None:
-        """Work for one row that can be repeated."""
+        """Work on one row's slot that can be repeated."""
         try:
             self.guard.again(work, *arguments)
         except Exception as error:
+            self.tables.retire(slot)  # it holds what was there before, and the step will decode it
             fail(row, error)
 
     def _decode_rows(

@@ -74,6 +74,10 @@ class Scheduler:
             self._release(row)
         return True
 
+    def has(self, row_id: Hashable) -> bool:
+        """Whether the name is in use: also by a row that has ended while steps of it are in flight."""
+        return row_id in self._rows
+
     @property
     def has_work(self) -> bool:
         """Whether any row is left, or any step uncommitted."""

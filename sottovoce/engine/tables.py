@@ -82,6 +82,10 @@ class SlotTables:
         self.seen[slot] = 0
         self.next_input[slot] = last_row
 
+    def retire(self, slot: int) -> None:
+        """Makes a slot nobody's: steps that still have it compute padding, and write to no page."""
+        self.ints[POSITION, slot] = -1
+
     def save(self, slot: int) -> dict[str, Tensor]:
         """What a slot holds, on the host, without the page table: pages change when it comes back."""
         return {name: view.to("cpu", copy=True) for name, view in self._views(slot).items()}

@@ -29,10 +29,14 @@ SIGNS = (
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether an error means that memory ran out, on the device or on the host."""
+    """Whether an error means that memory ran out, on the device or on the host. A graph whose capture it ended says so
+    only in what it was raised from."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+    if not isinstance(error, RuntimeError):
+        return False
+    behind = error.__cause__ or error.__context__
+    return any(sign in str(error) for sign in SIGNS) or (behind is not None and is_oom(behind))
 
 
 def forget_frames(error: BaseException) -> None:

@@ -174,6 +174,42 @@ def test_one_failure_of_a_prompt_is_made_good(lab, free, monkeypatch):
     assert engine.guard.num_failures == 10
 
 
+@pytest.mark.parametrize("most_rows", [60, 25])
+def test_prompts_without_memory_begin_when_others_have_ended(lab, free, monkeypatch, most_rows):
+    """Prompts of all rows together may have so many positions, and one alone always fits."""
+    engine = lab.engine(ROWS, has_audio=True)
+    embed, refused = runner_module.embed_prompt, []
+
+    def scarce(network, plan):
+        held = sum(len(job.prompt.rows) for job in engine._jobs.values() if job.prompt is not None)
+        if held + len(plan) > most_rows and held:
+            refused.append(held)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return embed(network, plan)
+
+    monkeypatch.setattr(runner_module, "embed_prompt", scarce)
+    check_equal(lab, run(lab, engine), free)
+    assert refused and not engine._later and engine.stats().pages_used == 0
+
+
+def test_one_that_waits_for_memory_can_be_cancelled(lab, monkeypatch):
+    engine = lab.engine(4)
+    embed = runner_module.embed_prompt
+
+    def scarce(network, plan):
+        if plan is lab.plans[1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return embed(network, plan)
+
+    monkeypatch.setattr(runner_module, "embed_prompt", scarce)
+    for index in range(2):
+        lab.add(engine, index)
+    engine.step()
+    assert list(engine._later) == [1] and engine.abort(1) and not engine.abort(1)
+    got = collect(engine.drain())
+    assert set(got) == {0} and isinstance(got[0][2], str)
+
+
 def test_those_who_wait_take_nothing_of_the_device(lab):
     engine = lab.engine(2)
     for number in range(20):

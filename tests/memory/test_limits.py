@@ -85,6 +85,16 @@ def test_the_allocator_of_the_cpu_really_says_so():
     assert is_oom(caught.value)
 
 
+def test_a_capture_that_it_ended_means_it():
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    except RuntimeError as error:
+        assert is_oom(error)
+
+
 def test_frames_of_the_whole_chain_go():
     try:
         try:
