@@ -23,7 +23,7 @@ from sottovoce.train.slices import Slices, run_sliced
 
 @dataclass(frozen=True)
 class CodecSlices:
-    """How each part is cut. None computes a part at once and keeps all that ordinary autograd keeps.
+    """How each part is cut. None computes a part at once and nothing of it again.
 
     Args:
         samples: the encoder's convolutions; steps are samples, whole frames of them.
@@ -31,6 +31,7 @@ class CodecSlices:
         frames: the decoder's transformer and upsampling (12.5 Hz).
         latents: its convolution stack (50 Hz), by far the dearest.
         is_by_block: instead of all that, compute each block of whole clips again, as ordinary recomputation does.
+        is_lean: the convolution stack keeps half of what ordinary autograd would, see `codec_stack`.
     """
 
     samples: Slices | None = None
@@ -38,9 +39,10 @@ class CodecSlices:
     frames: Slices | None = None
     latents: Slices | None = None
     is_by_block: bool = False
+    is_lean: bool = True
 
 
-PLAIN, BY_BLOCK = CodecSlices(), CodecSlices(is_by_block=True)
+PLAIN, BY_BLOCK = CodecSlices(is_lean=False), CodecSlices(is_by_block=True, is_lean=False)
 
 
 def encode_features(
@@ -114,8 +116,8 @@ def decode_vectors(
     """Vectors [B, D, T] of the quantizer -> samples [B, T * frame_samples], not clamped.
 
     Args:
-        dtype: of the convolution stack's activations where it is cut, by default that of the weights; the wave is in
-            float32 at least.
+        dtype: of the lean convolution stack's activations, by default that of the weights; the wave is in float32 at
+            least.
     """
     state = decoder.initial_state(vectors.shape[0])
     num_layers, num_tails = len(state.keys), decoder.num_latent_tails
@@ -127,8 +129,7 @@ def decode_vectors(
         return y, [after.position, *after.keys, *after.values, *after.tails]
 
     def dear(x: Tensor, tails: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        wave, tails = waveform(decoder, x, tails)
-        return wave, tails
+        return waveform(decoder, x, tails)
 
     first = nn.ModuleList([decoder.pre_conv, decoder.pre_transformer, decoder.upsample])
     begin = [state.position, *state.keys, *state.values, *state.tails[:num_tails]]
@@ -136,8 +137,8 @@ def decode_vectors(
     latents = run_sliced(cheap, first, vectors, begin, whole if slices.is_by_block else slices.frames)
     if slices.is_by_block:
         return _block_by_block(decoder.decoder, latents).squeeze(1)
-    if slices.latents is None:
-        return decoder.waveform(latents, state.tails[num_tails:])[0]
+    if not slices.is_lean:
+        return run_sliced(decoder.waveform, decoder.decoder, latents, state.tails[num_tails:], slices.latents)
     dtype = dtype or latents.dtype
     tails = zero_tails(decoder.decoder, len(latents), latents.device, dtype)
     tails[-1] = tails[-1].to(torch.promote_types(dtype, torch.float32))

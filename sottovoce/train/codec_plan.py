@@ -39,7 +39,7 @@ def plan_slices(
     element_bytes: int = 4,
 ) -> CodecPlan:  # fmt: skip
     """The longest slices with which a step of `rows` clips of `num_frames` frames stays within `budget_bytes`; if
-    nothing does, those with which it needs least.
+    nothing does, those with which it needs least. None at all where everything fits, for they cost time.
 
     Args:
         trains_encoder: without, the encoder keeps nothing but still works in slices.
@@ -53,18 +53,23 @@ def plan_slices(
     waves = 4 * rows * num_frames * (2 * rate + (FRAME_SAMPLES if rate != FRAME_SAMPLES else 0))  # target, gradient
     kept = {"waves": waves, "latents": latents, "workspace": WORKSPACE_BYTES}
     room = budget_bytes - sum(kept.values())
-    tail = element_bytes * waveform_tail_elements(decoder)
+    encoder_share = 1 if trains_encoder else 1 / 5
+    frame_bytes = 4 * latent_elements(decoder)
+    step_bytes = int(4 * encoder_share * step_elements(config.encoder))
+    sample_bytes = int(4 * encoder_share * FRAME_SAMPLES * sample_elements(config.encoder))  # a frame of samples
     step = element_bytes * waveform_elements(decoder)
+    everything = frame_bytes + STEPS_PER_FRAME * step_bytes + sample_bytes + per_frame * step
+    if rows * num_frames * everything <= room:
+        return CodecPlan(CodecSlices(), kept | {"whole clips": rows * num_frames * everything})
+    tail = element_bytes * waveform_tail_elements(decoder)
     cut = _longest(num_latents, rows, _steps(MIN_SLICE_S, num_frames, num_latents), room, step, tail)
     kept["slice"] = cut.rows * cut.steps * step
     kept["states"] = rows * -(-num_latents // cut.steps) * tail
     # The other parts run when the dearest one does not: each may take as much as it has.
     other = kept["slice"] + kept["states"]
-    frames = _longest(num_frames, rows, 1, other, 4 * latent_elements(decoder), 0)
-    encoder = config.encoder
-    num_steps, factor = num_frames * STEPS_PER_FRAME, 1 if trains_encoder else 1 / 5
-    steps = _longest(num_steps, rows, 1, other, int(4 * factor * step_elements(encoder)), 0)
-    samples = _longest(num_frames, rows, 1, other, int(4 * factor * FRAME_SAMPLES * sample_elements(encoder)), 0)
+    frames = _longest(num_frames, rows, 1, other, frame_bytes, 0)
+    steps = _longest(num_frames * STEPS_PER_FRAME, rows, 1, other, step_bytes, 0)
+    samples = _longest(num_frames, rows, 1, other, sample_bytes, 0)
     samples = Slices(samples.steps * FRAME_SAMPLES, samples.rows)
     return CodecPlan(CodecSlices(samples, steps, frames, cut), kept)
 
