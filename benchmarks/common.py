@@ -15,28 +15,48 @@ from sottovoce.config import CodecConfig, ModelConfig
 from sottovoce.engine.audio import MAX_CHUNK_FRAMES, AudioStage
 from sottovoce.engine.engine import Engine
 from sottovoce.engine.request import Capacity
+from sottovoce.formats import Formats
 from sottovoce.kernels import select
 from sottovoce.model.network import Network
 from sottovoce.model.prompt import PromptPlan
 from sottovoce.model.weights import network_slots
+from sottovoce.quant.convert import swap_layers
 from sottovoce.random_checkpoint import codec_scale, model_scale
 
 FRAME_S = 0.08
 SIZES = {"1.7B": "1.7B-VoiceDesign", "0.6B": "0.6B-CustomVoice"}
 
 
-def random_network(name: str, device: torch.device, dtype: torch.dtype, *, never_ends: bool = True) -> Network:
-    """A published shape with the values of `make-random`, drawn on the device: seconds instead of a minute."""
+def random_network(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    never_ends: bool = True,
+    weights: Formats | None = None,
+    has_text: bool = True,
+) -> Network:
+    """A published shape with the values of `make-random`, drawn on the device: seconds instead of a minute.
+
+    `weights`: formats of layers, quantized as they are drawn. `has_text` False leaves the text embedding out.
+    """
     config = ModelConfig.published(name)
-    parts = ("talker", "predictor", "text_embedding")
+    parts = ("talker", "predictor", *(("text_embedding",) if has_text else ()))
     with torch.device("meta"):
-        network = Network(config, parts)
-    network = network.to(dtype).to_empty(device=device).requires_grad_(False)
-    state, generator = network.state_dict(), torch.Generator(device).manual_seed(0)
+        network = Network(config, parts).to(dtype)
+    swap_layers(network, weights or {})
+    generator = torch.Generator(device).manual_seed(0)
     for official, (slot, shape) in network_slots(config, parts).items():
-        view = state[slot.name][slot.start_row : slot.start_row + shape[0]]
-        mean, std = model_scale(official, shape)
-        view.normal_(mean, std, generator=generator)
+        path, _, leaf = slot.name.rpartition(".")
+        owner, (mean, std) = network.get_submodule(path), model_scale(official, shape)
+        if hasattr(owner, "load_weight"):
+            rows = torch.empty(shape, dtype=dtype, device=device).normal_(mean, std, generator=generator)
+            owner.load_weight(leaf, rows, slot.start_row)
+            continue
+        if getattr(owner, leaf).is_meta:
+            empty = torch.empty(getattr(owner, leaf).shape, dtype=dtype, device=device)
+            setattr(owner, leaf, torch.nn.Parameter(empty, requires_grad=False))
+        getattr(owner, leaf)[slot.start_row : slot.start_row + shape[0]].normal_(mean, std, generator=generator)
     if never_ends:
         network.talker.codec_head.weight[config.talker.codec_eos_token_id] = 0
     return network

@@ -5,6 +5,7 @@ The one place that turns decisions of `memory.plan` into modules, pages and buff
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from sottovoce.engine.engine import Engine
 from sottovoce.engine.request import Capacity
 from sottovoce.kernels import select
 from sottovoce.memory.describe import advice_lines
-from sottovoce.memory.footprint import Layout
+from sottovoce.memory.footprint import CUBLAS_SETTING, Layout
 from sottovoce.memory.oom import Guard
 from sottovoce.memory.placement import DeviceMap, Placement, parse_device_map
 from sottovoce.memory.plan import Plan, gigabytes, make_plan, parse_bytes
@@ -127,6 +128,8 @@ def build_engine(folder: Path, plan: Plan, device: torch.device, placement: Plac
     `placement` as it was planned with. Raises CheckpointError for files that are incomplete or do not fit each other.
     """
     layout = plan.layout
+    if device.type == "cuda":  # before a first product asks for its workspace; training in this process has it as well
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_SETTING)
     audio = audio_stage(folder, layout, device if placement is None else torch.device(placement.codec))
     has_text = layout.is_here("text_embedding")
     parts = ("talker", "predictor", *(("text_embedding",) if has_text else ()))

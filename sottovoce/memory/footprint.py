@@ -36,8 +36,10 @@ CODEC_RING_FRAMES = 16  # codec.fast: room in the ring beyond the window
 CODEC_PASS_FRAMES = 256  # codec.fast: stream-frames worked on at once
 CACHED_VOICES = 16  # engine.audio: states kept of references
 
-# Estimates. The first two are what torch asks cuBLAS to work in (aten/src/ATen/cuda/CublasHandlePool.cpp).
-CUBLAS_BYTES = {False: 8_519_680, True: 32 << 20}  # up to Ada, and from Hopper on
+# Estimates. The first is what torch asks cuBLAS to work in (aten/src/ATen/cuda/CublasHandlePool.cpp): up to Ada, and
+# from Hopper on, where `assembly` asks for no more than before: speaking needs cuBLAS for the text of prompts alone.
+CUBLAS_BYTES = {False: 8_519_680, True: 32 << 20}
+CUBLAS_SETTING = ":4096:2:16:8"  # the smaller of both
 NUM_STREAMS = 3  # steps, codec, everything else: a workspace of cuBLAS each
 GRAPH_BYTES = 2 << 20  # one graph: its nodes in the driver, and rounding to the allocator's segments of 2 MiB
 ALLOCATOR_SHARE = 0.02  # lost between blocks
@@ -153,7 +155,7 @@ def footprint(
         chunk = chunk_bytes(codec.decoder, layout)
     parts["workspace"] = step + chunk + encode
     if not is_cpu:
-        parts["workspace"] += NUM_STREAMS * CUBLAS_BYTES[layout.capability >= (9, 0)]
+        parts["workspace"] += NUM_STREAMS * CUBLAS_BYTES[False]
         parts["graphs"] = step + chunk + graph_bytes(codec.decoder, layout)
     if has_codec:  # it is loaded first, in the room of all that comes after it
         room = sum(parts.values()) - parts["context"] - parts["codec_state"]

@@ -96,7 +96,7 @@ class RowTable(nn.Module):
                 weight[row : row + len(rows)] = rows
         table = cls(weight, device=device, dtype=dtype, is_trained=is_trained)
         if table.device.type == "cuda" and not is_mapped:
-            _lock_pages(table)
+            lock_pages(table)
         return table
 
     def fetch(self, ids: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def load_text_rows(
     return table
 
 
-def _lock_pages(table: RowTable) -> None:
+def lock_pages(table: RowTable) -> None:
     """Keeps the table's pages in memory for as long as it lives, if the system allows that.
 
     Not `Tensor.pin_memory`, whose allocator rounds up to a power of two: 1 GiB for the text embedding's 622 MB.
