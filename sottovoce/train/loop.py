@@ -14,6 +14,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -176,6 +177,8 @@ class Loop:
         self.max_tokens = options.max_tokens
         self.best: tuple[float, int] | None = None
         self.num_unimproved = self.num_bad = 0
+        self._worker = ThreadPoolExecutor(1, "batches")
+        self._ahead: tuple[int, Future] | None = None
         if options.is_fused and self.ranks.world > 1:
             raise InputError("a fused optimizer works in one process only", field="is_fused")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -209,6 +212,9 @@ class Loop:
             if options.is_fused or self.optimizer.num_steps != step:  # weights may be half way between two steps
                 raise
             reason = "stopped"
+        finally:
+            self._worker.shutdown(cancel_futures=True)
+            self._ahead = None
         if step != saved:
             self._save(step)
         self.progress.close()
@@ -218,8 +224,7 @@ class Loop:
     def step(self, step: int) -> dict[str, float]:
         """One update of the weights; its row of the log."""
         options, ranks, started = self.options, self.ranks, time.monotonic()
-        first = step * options.accumulate * ranks.world + ranks.rank
-        batches = [self.stream[first + i * ranks.world] for i in range(options.accumulate)]
+        batches = self._batches(step)
         counts: dict[str, float] = {"audio_s": 0.0, "tokens": 0.0}
         for batch in batches:
             counts["audio_s"] += batch.audio_s
@@ -246,6 +251,18 @@ class Loop:
             self.progress.say(describe(row))
             reset_peak(ranks.device)
         return row
+
+    def _batches(self, step: int) -> list[Batch]:
+        """Those of a step. Those of the next one are made meanwhile, in a thread: only there is the stream asked."""
+        ahead, self._ahead = self._ahead, None
+        future = ahead[1] if ahead and ahead[0] == step else self._worker.submit(self._make, step)
+        if step + 1 < self.options.max_steps:
+            self._ahead = step + 1, self._worker.submit(self._make, step + 1)
+        return future.result()
+
+    def _make(self, step: int) -> list[Batch]:
+        first = step * self.options.accumulate * self.ranks.world + self.ranks.rank
+        return [self.stream[first + i * self.ranks.world] for i in range(self.options.accumulate)]
 
     def validate(self, step: int) -> dict[str, float]:
         """Mean losses over the validation batches, without touching anything."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sottovoce.config import ModelConfig
+from sottovoce.memory.probe import pick_dtype
 from sottovoce.model.network import Network
 from sottovoce.model.rowtable import load_text_rows
 from sottovoce.model.weights import load_network
@@ -36,7 +37,7 @@ class TalkerRecipe:
     Args:
         method: all weights; adapters on the talker's layers; the same on layers in 4 bits.
         rank, alpha: of the adapters.
-        dtype: of weights and activations; None is bfloat16 on a GPU and float32 on a CPU.
+        dtype: of weights and activations; None is bfloat16 on a GPU that has it, else float32.
         text_table: where the text embedding lies, frozen: on the "host", of which a batch takes the rows it needs, or
             on the "device". "trained" puts it on the device and trains it too.
         is_new: forget the weights of talker and predictor, and begin from random ones.
@@ -100,7 +101,8 @@ def load_task(
             field="model",
         )
     parts = ["talker", "predictor", *(["text_embedding"] if recipe.text_table != "host" else [])]
-    dtype = DTYPES[recipe.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
+    usual = pick_dtype(None, device)
+    dtype = DTYPES[recipe.dtype] if recipe.dtype else torch.float32 if usual == torch.float16 else usual
     prepare = (lambda network: swap_layers(network, {"talker": "int4"})) if recipe.method == "qlora" else None
     network = load_network(folder, device=device, dtype=dtype, parts=parts, prepare=prepare)
     if recipe.text_table == "host":
