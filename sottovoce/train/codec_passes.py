@@ -7,7 +7,6 @@ transformers at 25 and 12.5 Hz little. Knows no losses, no codebooks, and not wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,29 +17,8 @@ from sottovoce.codec.encoder import CausalTransformer, CodecEncoder
 from sottovoce.codec.layers import Snake, Tails, rotary, zero_tails
 from sottovoce.codec.state import DecoderState, EncoderState
 from sottovoce.train.codec_stack import waveform
+from sottovoce.train.cuts import CodecSlices
 from sottovoce.train.slices import Slices, run_sliced
-
-
-@dataclass(frozen=True)
-class CodecSlices:
-    """How each part is cut. None computes a part at once and nothing of it again.
-
-    Args:
-        samples: the encoder's convolutions; steps are samples, whole frames of them.
-        steps: its transformer (25 Hz). Without a window it cannot be cut in time: then layers are computed again.
-        frames: the decoder's transformer and upsampling (12.5 Hz).
-        latents: its convolution stack (50 Hz), by far the dearest.
-        is_by_block: instead of all that, compute each block of whole clips again, as ordinary recomputation does.
-        is_lean: the convolution stack keeps half of what ordinary autograd would, see `codec_stack`.
-    """
-
-    samples: Slices | None = None
-    steps: Slices | None = None
-    frames: Slices | None = None
-    latents: Slices | None = None
-    is_by_block: bool = False
-    is_lean: bool = True
-
 
 PLAIN, BY_BLOCK = CodecSlices(is_lean=False), CodecSlices(is_by_block=True, is_lean=False)
 

@@ -12,8 +12,7 @@ from math import prod
 from operator import mul
 
 from sottovoce.config import CodecConfig, CodecDecoderConfig, CodecEncoderConfig
-from sottovoce.train.codec_passes import CodecSlices
-from sottovoce.train.slices import Slices
+from sottovoce.train.cuts import CodecSlices, Slices
 from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE
 
 STEPS_PER_FRAME = 2  # of the encoder's transformer

@@ -19,17 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from sottovoce.train.cuts import Slices
+
 # x [B, ..., T] of a slice and the state before it -> y [B, ..., T'] and the state after it. T' / T is the same for all
 # slices; states are lists of tensors with the batch in front, of any length and of any dtype.
 Step = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
-
-
-@dataclass(frozen=True)
-class Slices:
-    """How a batch is cut: `steps` positions of the input's last axis and `rows` rows at a time."""
-
-    steps: int
-    rows: int
 
 
 def run_sliced(step: Step, network: nn.Module, x: Tensor, state: Sequence[Tensor], slices: Slices | None) -> Tensor:
