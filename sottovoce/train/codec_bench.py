@@ -25,7 +25,7 @@ from sottovoce.config import CodecConfig
 from sottovoce.random_checkpoint import codec_scale
 from sottovoce.train.codec import CodecRecipe, CodecTask
 from sottovoce.train.codec_data import CodecBatch, collate
-from sottovoce.train.codec_passes import BY_BLOCK, PLAIN
+from sottovoce.train.codec_passes import BY_BLOCK, PLAIN, CodecSlices
 from sottovoce.train.codec_plan import plan_slices
 from sottovoce.train.codec_rows import put_codebooks_on_host
 from sottovoce.train.optim import AdamOptions, AdamW
@@ -37,7 +37,7 @@ RATE = 1e-5
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do the step. `cut`: "plain", "blocks" or "slices"."""
+    """One way to do the step. `cut`: "slices" or a key of `WHOLE`."""
 
     name: str
     cut: str = "slices"
@@ -47,9 +47,11 @@ class Variant:
     dtype: str = "float32"
 
 
+WHOLE = {"plain": PLAIN, "blocks": BY_BLOCK, "lean": CodecSlices()}
 VARIANTS = (
     Variant("plain", "plain"),
     Variant("blocks recomputed", "blocks"),
+    Variant("lean stack, no slices", "lean"),
     Variant("slices"),
     Variant("slices + RowTable", rows_on_host=True),
     Variant("slices + 8-bit", state_bits=8),
@@ -187,7 +189,7 @@ def _gradients(task: CodecTask, variant: Variant, batch: CodecBatch, device: tor
     short = CodecBatch(*(x[:2, : CHECK_FRAMES * FRAME_SAMPLES].contiguous() for x in (batch.inputs, batch.targets)), ())
     short = replace(short, targets=short.inputs, num_samples=(short.inputs.shape[1],) * len(short.inputs))
     slices = plan_slices(task.codec.config, len(short.inputs), CHECK_FRAMES, 0).slices
-    task.slices = {"plain": PLAIN, "blocks": BY_BLOCK}.get(variant.cut, slices)
+    task.slices = WHOLE.get(variant.cut, slices)
     with full_precision():
         torch.manual_seed(0)
         _backward(task, short.to(device))
@@ -211,7 +213,7 @@ def _run(
         task.codec.config, len(batch.inputs), batch.inputs.shape[1] // FRAME_SAMPLES, memory_bytes - fixed,
         trains_encoder=task.recipe.extent == "all", element_bytes=2 if variant.dtype == "bfloat16" else 4,
     )  # fmt: skip
-    task.slices = {"plain": PLAIN, "blocks": BY_BLOCK}.get(variant.cut, plan.slices)
+    task.slices = WHOLE.get(variant.cut, plan.slices)
     if variant.is_fused:
         optimizer.fuse()
     batch = batch.to(device)
@@ -226,9 +228,10 @@ def _run(
     times = [_timed(step, device) for _ in range(2 + num_steps)][2:]
     result = {"peak_bytes": peak_since(device, started_bytes), "step_s": statistics.median(times)}
     if variant.cut == "slices":
-        cut = plan.slices.latents
-        seconds = cut.steps * FRAME_SAMPLES / SAMPLE_RATE / math.prod(task.codec.config.decoder.upsampling_ratios)
-        result |= {"planned_bytes": fixed + plan.total_bytes, "slice_s": seconds, "slice_rows": cut.rows}
+        result["planned_bytes"] = fixed + plan.total_bytes
+    if (cut := task.slices.latents) is not None:
+        latent_s = FRAME_SAMPLES / SAMPLE_RATE / math.prod(task.codec.config.decoder.upsampling_ratios)
+        result |= {"slice_s": cut.steps * latent_s, "slice_rows": cut.rows}
     return result
 
 
