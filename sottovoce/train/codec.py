@@ -90,7 +90,7 @@ class CodecTask(nn.Module):
         self.quantizer = TrainedQuantizer(codec, recipe.codebook_decay) if recipe.extent == "all" else None
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64), persistent=False)
         self._step = 0
-        self.averages = {n: p.detach().float().cpu().clone() for n, p in self._averaged()}
+        self._averages = {n: p.detach().float().cpu().clone() for n, p in self._averaged()}
         self.loss_weights: Mapping[str, float] = {
             "mel": recipe.mel, "stft": recipe.stft, "wave": recipe.wave, "commitment": recipe.commitment,
             "adversarial": recipe.adversarial, "features": recipe.features, "discriminator": 1.0,
@@ -133,11 +133,11 @@ class CodecTask(nn.Module):
             # An average of a few steps would still be mostly the beginning.
             decay = min(self.recipe.ema_decay**self.recipe.ema_every, step / (step + 10))
             for name, parameter in self._averaged():
-                self.averages[name].lerp_(parameter.detach().float().cpu(), 1 - decay)
+                self._averages[name].lerp_(parameter.detach().float().cpu(), 1 - decay)
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """State besides the trained parameters."""
-        tensors = {f"average:{name}": tensor for name, tensor in self.averages.items()} | {"num_steps": self.num_steps}
+        tensors = {f"average:{name}": tensor for name, tensor in self._averages.items()} | {"num_steps": self.num_steps}
         if self.quantizer is not None:
             for half, part in (("decoder", self.codec.decoder), ("encoder", self.codec.encoder)):
                 books = {n: p for n, p in part.quantizer.named_parameters() if not p.requires_grad}
@@ -146,8 +146,12 @@ class CodecTask(nn.Module):
 
     def exported(self) -> dict[str, Tensor]:
         """The codec's tensors by the names of the checkpoint, averages for those that have one."""
-        tensors = {name: tensor.detach() for name, tensor in self.codec.state_dict().items()}
-        return tensors | (self.averages if self.recipe.ema_decay else {})
+        return {name: tensor.detach() for name, tensor in self.codec.state_dict().items()} | self.averages
+
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """Averaged weights by the names of the checkpoint, on the host; none before there are any."""
+        return self._averages if int(self.num_steps) >= self.recipe.ema_every else {}
 
     def _reconstruct(self, batch: CodecBatch, num_samples: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         codec, recipe = self.codec, self.recipe

@@ -1,0 +1,124 @@
+"""Recordings in, a codec out: each extent, going on, bad recordings, 48 kHz; and a codec from nothing that learns."""
+
+import csv
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from sottovoce.audio.io import read_audio, write_audio
+from sottovoce.config import CodecConfig
+from sottovoce.model.weights import load_codec
+from sottovoce.train.codec import CodecRecipe
+from sottovoce.train.codec_judge import judge, means
+from sottovoce.train.codec_trainer import ADAM, train_codec
+from sottovoce.train.loop import LoopOptions
+from tests.tiny import tiny_checkpoint
+
+OPTIONS = LoopOptions(max_steps=2, learning_rate=1e-4, warmup_steps=1, validate_every=2, save_every=2)
+
+
+def voice(seconds: float, rate: int, seed: int) -> np.ndarray:
+    """Syllables of gliding harmonics under moving formants: not speech, but with a spectrum and pauses like it."""
+    rng, t = np.random.default_rng(seed), np.arange(int(seconds * rate)) / rate
+    pitch = rng.uniform(90, 220) * (1 + 0.15 * np.sin(2 * np.pi * rng.uniform(0.5, 2) * t + rng.uniform(0, 6)))
+    phase = 2 * np.pi * np.cumsum(pitch) / rate
+    glides = [1 + 0.2 * np.sin(2 * np.pi * rng.uniform(1, 4) * t + rng.uniform(0, 6)) for _ in range(2)]
+    sound = np.zeros_like(t)
+    for k in range(1, 25):
+        gain = sum(np.exp(-(((k * pitch - f * glide) / (f / 8)) ** 2)) for f, glide in zip((500, 1500), glides))
+        sound += (gain + 0.02) * np.sin(k * phase)
+    syllables = np.clip(np.sin(2 * np.pi * rng.uniform(2, 4) * t) + 0.4, 0, 1)
+    return (0.12 * syllables * sound).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recordings")
+    for index in range(5):
+        write_audio(folder / f"{index}.wav", voice(1.2, 24_000, index), 24_000)
+    (folder / "broken.wav").write_bytes(b"RIFF nothing")
+    write_audio(folder / "empty.wav", np.zeros(100, np.float32), 24_000)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("trainer") / "base")
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_decoder_of_a_model(base, data, tmp_path, capsys):
+    outcome = train_codec(base, data, tmp_path, loop=OPTIONS, rows=2, piece_s=0.32, memory_bytes=150 << 20)
+    assert outcome.steps == 2
+    errors = capsys.readouterr().err
+    assert "broken.wav" in errors and "empty.wav" in errors
+    before, after = load_codec(base).state_dict(), load_codec(tmp_path / "codec").state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and not any("encoder." in name or "embedding_sum" in name or "usage" in name for name in changed)
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert {"mel", "stft", "wave", "perplexity"} <= set(rows_of(tmp_path / "train.csv")[0])
+    quality = rows_of(tmp_path / "previews" / "quality.csv")[-1]
+    assert float(quality["mel"]) > 0 and float(quality["perplexity"]) > 1
+    decoded = read_audio(tmp_path / "previews" / "clip0-step00000002.wav", sample_rate=24_000)
+    assert len(decoded) == int(1.2 * 24_000)
+    assert "still valid" in (tmp_path / "codec" / "README.md").read_text()
+
+
+def test_going_on_is_the_same_as_not_stopping(base, data, tmp_path):
+    recipe = CodecRecipe("all", ema_every=1)
+    options = dataclasses.replace(OPTIONS, max_steps=4, validate_every=4)
+    common = {"recipe": recipe, "rows": 1, "piece_s": 0.16, "memory_bytes": 150 << 20, "is_quiet": True}
+    train_codec(base, data, tmp_path / "whole", loop=options, **common)
+    train_codec(base, data, tmp_path / "cut", loop=dataclasses.replace(options, max_steps=2), **common)
+    train_codec(base, data, tmp_path / "cut", loop=options, **common)
+    whole, cut = (load_codec(tmp_path / name / "codec").state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert not (tmp_path / "whole" / "model").exists()  # no talker fits these codes
+
+
+def test_twice_the_rate_from_the_same_codes(base, data, tmp_path):
+    train_codec(base, data, tmp_path, loop=OPTIONS, rows=1, piece_s=0.16, sample_rate=48_000, is_quiet=True)
+    config = CodecConfig.from_folder(tmp_path / "codec")
+    assert config.output_sample_rate == 48_000 and config.decoder.frame_samples == 3840
+    clip = voice(0.4, 24_000, 0)
+    old, new = load_codec(base), load_codec(tmp_path / "codec")
+    codes = old.encode([clip])
+    assert torch.equal(codes[0], new.encode([clip])[0])
+    assert new.decode(codes[0][None]).shape == (1, codes[0].shape[1] * 3840)
+
+
+def test_scores():
+    clip = voice(3.0, 24_000, 1)
+    noise = 0.02 * np.random.default_rng(0).standard_normal(len(clip)).astype(np.float32)
+    same, near, far = (judge(clip, clip + level * noise, 24_000) for level in (0, 0.3, 3))
+    assert same["mel"] == 0 and same["stoi"] == pytest.approx(1, abs=1e-3)
+    assert same["mel"] < near["mel"] < far["mel"] and same["stoi"] >= near["stoi"] > far["stoi"]
+    if "pesq" in near:
+        assert near["pesq"] > far["pesq"]
+    silent = judge(np.zeros(24_000, np.float32), noise[:24_000], 24_000)
+    assert set(silent) == {"mel"}
+    assert means([{"mel": 1.0}, {"mel": 2.0, "stoi": 0.5}]) == {"mel": 1.5, "stoi": 0.5}
+
+
+@pytest.mark.slow
+def test_a_codec_from_nothing_learns(base, tmp_path):
+    folder = tmp_path / "sounds"
+    folder.mkdir()
+    for index in range(40):
+        write_audio(folder / f"{index}.wav", voice(3.0, 24_000, index), 24_000)
+    options = dataclasses.replace(OPTIONS, max_steps=300, learning_rate=1e-3, validate_every=100, save_every=300)
+    train_codec(
+        base, folder, tmp_path / "run", recipe=CodecRecipe("all", ema_decay=0.9), loop=options, adam=ADAM, rows=8,
+        piece_s=0.64, is_new=True, is_quiet=True,
+    )  # fmt: skip
+    losses = [float(row["loss"]) for row in rows_of(tmp_path / "run" / "train.csv")]
+    quality = rows_of(tmp_path / "run" / "previews" / "quality.csv")[-1]
+    print(f"loss {np.mean(losses[:10]):.2f} -> {np.mean(losses[-10:]):.2f}", quality)
+    assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:10])
+    assert float(quality["least_perplexity"]) > 20  # of 2048, on a few seconds
