@@ -26,6 +26,7 @@ from sottovoce.cli.say import say
 from sottovoce.cli.trace import trace
 from sottovoce.cli.traced import trace_all
 from sottovoce.cli.train import train
+from sottovoce.cli.train_codec import train_codec
 from sottovoce.cli.voice import voice
 from sottovoce.cli.watch import watch
 from sottovoce.memory.allocator import prepare
@@ -61,6 +62,7 @@ for command in (say, encode, decode, plan, quantize, doctor, make_random, watch,
     app.command()(command)
 app.add_typer(voice)
 app.add_typer(bench)
+train.command("codec")(train_codec)
 app.add_typer(train)
 trace_all(app, but=frozenset({"watch", "trace"}))
 

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from sottovoce.train.codec import CodecRecipe
 from sottovoce.train.codec_judge import judge, means
 from sottovoce.train.codec_trainer import ADAM, train_codec
 from sottovoce.train.loop import LoopOptions
+from tests.cli.run import sottovoce  # noqa: F401, the fixture
 from tests.tiny import tiny_checkpoint
 
 OPTIONS = LoopOptions(max_steps=2, learning_rate=1e-4, warmup_steps=1, validate_every=2, save_every=2)
@@ -82,8 +84,10 @@ def test_going_on_is_the_same_as_not_stopping(base, data, tmp_path):
     assert not (tmp_path / "whole" / "model").exists()  # no talker fits these codes
 
 
-def test_twice_the_rate_from_the_same_codes(base, data, tmp_path):
-    train_codec(base, data, tmp_path, loop=OPTIONS, rows=1, piece_s=0.16, sample_rate=48_000, is_quiet=True)
+def test_twice_the_rate_from_the_same_codes_by_the_command(base, data, tmp_path, sottovoce):  # noqa: F811
+    done = sottovoce("train", "codec", "--data", data, "--out", tmp_path, "--model", base, "--sample-rate", 48_000,
+                     "--batch", 1, "--seconds", 0.16, "--steps", 2, "--memory", "200MB", "--json", "-q")  # fmt: skip
+    assert done.status == 0 and json.loads(done.out)["steps"] == 2, done.err
     config = CodecConfig.from_folder(tmp_path / "codec")
     assert config.output_sample_rate == 48_000 and config.decoder.frame_samples == 3840
     clip = voice(0.4, 24_000, 0)
