@@ -117,10 +117,15 @@ class AudioStage:
         frames = 1
         while frames <= MAX_CHUNK_FRAMES:
             for size in sizes:
-                if size * frames <= self._most:
-                    self._decode([self.decoder.dummy_slot] * size, np.zeros((size, frames, NUM_CODEBOOKS), np.int64))
+                self._guard.halve("codec", size * frames, lambda most, frames=frames: self._idle(most, frames))
             frames *= 2
         self.launcher.synchronize()
+
+    def _idle(self, most: int, frames: int) -> None:
+        """A launch of `most` stream-frames, of streams that are nobody's."""
+        frames = min(frames, most)
+        slots = [self.decoder.dummy_slot] * (most // frames)
+        self._decode(slots, np.zeros((len(slots), frames, NUM_CODEBOOKS), np.int64))
 
     @property
     def has_work(self) -> bool:

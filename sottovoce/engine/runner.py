@@ -93,7 +93,7 @@ class Runner:
         scratch, width = self.tables.scratch, self.tables.next_input.shape[1]
         with self.launcher.here():
             for batch in batches:
-                self._decode([scratch] * batch)
+                self.guard.halve("decode", batch, lambda size: self._decode([scratch] * size))
             for size in PREFILL_BLOCKS:
                 rows = torch.zeros(size, width, dtype=self.model.dtype, device=self.model.device)
                 self._prefill_blocks(rows, [(scratch, -1)] * size)

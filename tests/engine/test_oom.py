@@ -255,6 +255,30 @@ def test_a_limit_is_remembered_in_the_next_run(lab, free, monkeypatch, tmp_path)
     assert all(np.array_equal(got[number][0], free[number][0]) for number in free)
 
 
+def test_warming_up_stops_where_memory_does(lab, free, monkeypatch):
+    engine = lab.engine(ROWS, has_audio=True)
+    engine.audio.max_streams = 64
+    monkeypatch.setattr(engine.runner.model, "decode", few(engine.runner.model.decode, 3, lambda t, kv, slots: slots))
+    decoder = engine.audio.decoder
+    monkeypatch.setattr(decoder, "decode", few(decoder.decode, 6, lambda slots, codes: codes.flatten(0, 1)))
+    engine.warm_up()
+    assert engine.guard.limits.most("decode", ROWS) == 2 and engine.guard.limits.most("codec", 64) == 4
+    num_failures = engine.guard.num_failures
+    check_equal(lab, run(lab, engine, 10), {k: v for k, v in free.items() if k < 10})
+    assert engine.guard.num_failures == num_failures
+
+
+def few(work, most, counted):
+    """`work`, with memory for `most` of what `counted` gives of its arguments."""
+
+    def scarce(*arguments):
+        if len(counted(*arguments)) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return work(*arguments)
+
+    return scarce
+
+
 def test_float32_that_does_not_fit_ends_the_streams_and_not_the_engine(lab, monkeypatch):
     engine = lab.engine(2, has_audio=True)
     decoder, decode = engine.audio.decoder, engine.audio.decoder.decode
