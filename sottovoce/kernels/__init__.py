@@ -82,6 +82,7 @@ def tuning_for(capability: tuple[int, int]) -> Tuning:
     is_data_centre = capability in ((8, 0), (9, 0), (10, 0))
     return Tuning(
         pdl=capability >= (9, 0),
+        fp8=capability >= (8, 9),
         prefetch_bytes=8 << 20,
         fused_norm_rows=16 if is_data_centre else 1,
         shared_bytes=(220 if capability >= (9, 0) else 160) << 10 if is_data_centre else 96 << 10,

@@ -22,6 +22,7 @@ class Tuning:
     """Everything that may be measured and set for a card. The defaults were chosen on an H200."""
 
     pdl: bool = False  # programmatic dependent launch: capability 9.0 and up
+    fp8: bool = False  # conversions of e4m3: capability 8.9 and up
     prefetch_bytes: int = 0  # of the next operation's weights, asked into L2; 0: off
     fused_norm_rows: int = 16  # up to this many rows the norm is part of the projection
     slices: int = 8

@@ -1,6 +1,7 @@
 """Projections of one to 64 rows as Triton kernels: the norm in front and the residual or SwiGLU behind are fused.
 
-Knows no layer and no model; `torch_ops` says what each operation means, `triton_common` why a row's result does not
+Weights may be fp8: every one of them is a bfloat16 and a half-precision number, and is widened on its way. Knows no
+layer and no model; `torch_ops` says what each operation means, `triton_common` why a row's result does not
 depend on its company.
 """
 
@@ -43,12 +44,12 @@ def project(
 ):  # fmt: skip
     """float32 [BB, BN]: rows `b` of (normalized) x times rows `n` of w. `first`: w's tile of chunk 0, loaded early."""
     x = load_rows(x_ptr, norm_ptr, scale, b, columns(0, S, BK), B, K, NORM, ONE, EVEN, S, BK, BB)
-    total = tl.dot(x, first, tl.zeros((S, BB, BN), tl.float32), input_precision=PRECISION)
+    total = tl.dot(x, first.to(x.dtype), tl.zeros((S, BB, BN), tl.float32), input_precision=PRECISION)
     for chunk in tl.range(1, (K + S * BK - 1) // (S * BK), num_stages=STAGES):
         k = columns(chunk, S, BK)
         w = load_weight(w_ptr, n, k, N, K, EVEN)
         x = load_rows(x_ptr, norm_ptr, scale, b, k, B, K, NORM, ONE, EVEN, S, BK, BB)
-        total = tl.dot(x, w, total, input_precision=PRECISION)
+        total = tl.dot(x, w.to(x.dtype), total, input_precision=PRECISION)
     return tl.sum(total, 0)
 
 
@@ -60,27 +61,28 @@ def project_pair(
 ):  # fmt: skip
     """As `project` for rows n and n + INNER of w [2 INNER, K] at once."""
     x = load_rows(x_ptr, norm_ptr, scale, b, columns(0, S, BK), B, K, NORM, ONE, EVEN, S, BK, BB)
-    gate = tl.dot(x, first, tl.zeros((S, BB, BN), tl.float32), input_precision=PRECISION)
-    up = tl.dot(x, first_up, tl.zeros((S, BB, BN), tl.float32), input_precision=PRECISION)
+    gate = tl.dot(x, first.to(x.dtype), tl.zeros((S, BB, BN), tl.float32), input_precision=PRECISION)
+    up = tl.dot(x, first_up.to(x.dtype), tl.zeros((S, BB, BN), tl.float32), input_precision=PRECISION)
     for chunk in tl.range(1, (K + S * BK - 1) // (S * BK), num_stages=STAGES):
         k = columns(chunk, S, BK)
         w = load_weight(w_ptr, n, k, INNER, K, EVEN)
         w_up = load_weight(w_ptr + INNER * K, n, k, INNER, K, EVEN)
         x = load_rows(x_ptr, norm_ptr, scale, b, k, B, K, NORM, ONE, EVEN, S, BK, BB)
-        gate = tl.dot(x, w, gate, input_precision=PRECISION)
-        up = tl.dot(x, w_up, up, input_precision=PRECISION)
+        gate = tl.dot(x, w.to(x.dtype), gate, input_precision=PRECISION)
+        up = tl.dot(x, w_up.to(x.dtype), up, input_precision=PRECISION)
     return tl.sum(gate, 0), tl.sum(up, 0)
 
 
 @triton.jit(do_not_specialize=["B", "next_bytes", "out_stride"])
 def linear_kernel(
-    x_ptr, norm_ptr, w_ptr, extra_ptr, out_ptr, next_ptr, B, eps, out_stride, next_bytes, N: tl.constexpr,
-    K: tl.constexpr, EPILOGUE: tl.constexpr,
+    x_ptr, norm_ptr, w_ptr, s_ptr, extra_ptr, out_ptr, next_ptr, B, eps, out_stride, next_bytes, N: tl.constexpr,
+    K: tl.constexpr, EPILOGUE: tl.constexpr, SCALED: tl.constexpr,
     NORM: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, S: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr,
     BN: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [B, N], rows `out_stride` apart. EPILOGUE: "none", "bias" (extra [N]), "residual" (extra [B, N], or out)."""
+    """out [B, N], rows `out_stride` apart. EPILOGUE: "none", "bias" (extra [N]), "residual" (extra [B, N], or out).
+    SCALED: each weight row times s [N]."""
     pid = tl.program_id(0)
     n, b = pid * BN + tl.arange(0, BN), tl.program_id(1) * BB + tl.arange(0, BB)
     let_next_start(PDL)
@@ -93,6 +95,8 @@ def linear_kernel(
     prefetch_l2(next_ptr, next_bytes, pid, tl.num_programs(0), PREFETCH)
     dtype = out_ptr.dtype.element_ty
     mask = (b < B)[:, None] & (n < N)[None, :]
+    if SCALED:
+        total *= tl.load(s_ptr + n, mask=n < N, other=0.0)[None, :]
     if EPILOGUE == "bias":
         total += tl.load(extra_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if EPILOGUE == "residual":
@@ -103,12 +107,13 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["B", "next_bytes"])
 def gate_up_kernel(
-    x_ptr, norm_ptr, w_ptr, out_ptr, next_ptr, B, eps, next_bytes, INNER: tl.constexpr, K: tl.constexpr,
+    x_ptr, norm_ptr, w_ptr, s_ptr, out_ptr, next_ptr, B, eps, next_bytes, INNER: tl.constexpr, K: tl.constexpr,
+    SCALED: tl.constexpr,
     NORM: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, S: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr,
     BN: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [B, INNER] = silu(gate) * up."""
+    """out [B, INNER] = silu(gate) * up. SCALED: each weight row times s [2 INNER]."""
     pid = tl.program_id(0)
     n, b = pid * BN + tl.arange(0, BN), tl.program_id(1) * BB + tl.arange(0, BB)
     let_next_start(PDL)
@@ -121,6 +126,9 @@ def gate_up_kernel(
         NORM, ONE, EVEN, S, BK, BB, BN, STAGES, PRECISION,
     )  # fmt: skip
     prefetch_l2(next_ptr, next_bytes, pid, tl.num_programs(0), PREFETCH)
+    if SCALED:
+        gate *= tl.load(s_ptr + n, mask=n < INNER, other=0.0)[None, :]
+        up *= tl.load(s_ptr + INNER + n, mask=n < INNER, other=0.0)[None, :]
     out = swiglu(gate, up, out_ptr.dtype.element_ty)
     tl.store(out_ptr + b[:, None] * INNER + n[None, :], out, mask=(b < B)[:, None] & (n < INNER)[None, :])
 

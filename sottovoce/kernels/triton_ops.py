@@ -1,6 +1,7 @@
 """The Triton kernels behind the signatures of `torch_ops`.
 
-Decides launch shapes from tensor shapes; what the kernels compute is said there, how in `triton_*`. Knows no model.
+Decides launch shapes from tensor shapes; what the kernels compute is said there, how in `triton_*`. Of quantized
+weights it takes fp8, and `triton_quant_ops` the others. Knows no model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class TritonOps:
         x: Tensor,
         norm: Tensor | None,
         eps: float,
-        weight: Tensor,
+        weight: Tensor | QuantWeight,
         bias: Tensor | None = None,
         *,
         out: Tensor | None = None,
@@ -47,7 +48,13 @@ class TritonOps:
         return self._linear(x, norm, eps, weight, bias, epilogue, out, prefetch)
 
     def linear_residual(
-        self, x: Tensor, weight: Tensor, residual: Tensor, *, out: Tensor | None = None, prefetch: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor | QuantWeight,
+        residual: Tensor,
+        *,
+        out: Tensor | None = None,
+        prefetch: Tensor | None = None,
     ) -> Tensor:
         """As `torch_ops.linear_residual`."""
         return self._linear(x, None, 0.0, weight, residual, "residual", out, prefetch)
@@ -57,7 +64,7 @@ class TritonOps:
         x: Tensor,
         norm: Tensor,
         eps: float,
-        weight: Tensor,
+        weight: Tensor | QuantWeight,
         *,
         out: Tensor | None = None,
         prefetch: Tensor | None = None,
@@ -70,12 +77,13 @@ class TritonOps:
         gate_up_kernel[grid](
             x,
             x if norm is None else norm,
-            weight,
+            *self._weight(weight),
             out,
             self._next(x, prefetch),
             len(x),
             eps,
             INNER=inner,
+            SCALED=isinstance(weight, QuantWeight),
             NORM=norm is not None,
             **options,
         )
@@ -251,7 +259,7 @@ class TritonOps:
         linear_kernel[grid](
             x,
             x if norm is None else norm,
-            weight,
+            *self._weight(weight),
             x if extra is None else extra,
             out,
             self._next(x, prefetch),
@@ -260,6 +268,7 @@ class TritonOps:
             out.stride(0),
             N=num_out,
             EPILOGUE=epilogue,
+            SCALED=isinstance(weight, QuantWeight),
             NORM=norm is not None,
             **options,
         )
@@ -293,6 +302,11 @@ class TritonOps:
         # Full float32 products where float32 is asked for; the other dtypes ignore the setting.
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         return {"PRECISION": precision, "PDL": self.tuning.pdl, **self._hint(prefetch)}
+
+    @staticmethod
+    def _weight(weight: Tensor | QuantWeight) -> tuple[Tensor, Tensor]:
+        """Values and scales of rows; of a plain weight they are not read."""
+        return (weight, weight) if isinstance(weight, Tensor) else (weight.data, weight.scales)
 
     @staticmethod
     def _next(unused: Tensor, prefetch: Tensor | QuantWeight | None) -> Tensor:

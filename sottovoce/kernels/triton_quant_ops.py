@@ -1,9 +1,11 @@
 """`TritonOps` that also take quantized weights: launches the kernels of `triton_quant`, and decides their shapes.
 
-fp8 weights have no kernel here: they go the way of plain torch. Knows no model.
+fp8 weights go the way of bfloat16 ones, if the card can convert them, else that of plain torch. Knows no model.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,10 +39,8 @@ class TritonQuantOps(TritonOps):
         prefetch: Tensor | QuantWeight | None = None,
     ) -> Tensor:
         """As `torch_ops.norm_linear`; rows of `out` may be strided."""
-        if isinstance(weight, Tensor):
-            return super().norm_linear(x, norm, eps, weight, bias, out=out, prefetch=prefetch)
-        if weight.format == "fp8":
-            return torch_ops.norm_linear(x, norm, eps, weight, bias, out=out)
+        if not self._is_whole(weight):
+            return self._owner(weight).norm_linear(x, norm, eps, weight, bias, out=out, prefetch=prefetch)
         return self._quantized("linear", x, norm, eps, weight, "none" if bias is None else "bias", bias, out, prefetch)
 
     def linear_residual(
@@ -53,10 +53,8 @@ class TritonQuantOps(TritonOps):
         prefetch: Tensor | QuantWeight | None = None,
     ) -> Tensor:
         """As `torch_ops.linear_residual`."""
-        if isinstance(weight, Tensor):
-            return super().linear_residual(x, weight, residual, out=out, prefetch=prefetch)
-        if weight.format == "fp8":
-            return torch_ops.linear_residual(x, weight, residual, out=out)
+        if not self._is_whole(weight):
+            return self._owner(weight).linear_residual(x, weight, residual, out=out, prefetch=prefetch)
         return self._quantized("linear", x, None, 0.0, weight, "residual", residual, out, prefetch)
 
     def norm_gate_up(
@@ -70,11 +68,18 @@ class TritonQuantOps(TritonOps):
         prefetch: Tensor | QuantWeight | None = None,
     ) -> Tensor:
         """As `torch_ops.norm_gate_up`."""
-        if isinstance(weight, Tensor):
-            return super().norm_gate_up(x, norm, eps, weight, out=out, prefetch=prefetch)
-        if weight.format == "fp8":
-            return torch_ops.norm_gate_up(x, norm, eps, weight, out=out)
+        if not self._is_whole(weight):
+            return self._owner(weight).norm_gate_up(x, norm, eps, weight, out=out, prefetch=prefetch)
         return self._quantized("pair", x, norm, eps, weight, "none", None, out, prefetch)
+
+    @staticmethod
+    def _is_whole(weight: Tensor | QuantWeight) -> bool:
+        """Whether a weight is of whole numbers."""
+        return isinstance(weight, QuantWeight) and weight.format != "fp8"
+
+    def _owner(self, weight: Tensor | QuantWeight) -> Any:
+        """What multiplies by other weights: our base class, or plain torch where fp8 cannot be converted."""
+        return super() if isinstance(weight, Tensor) or self.tuning.fp8 else torch_ops
 
     def _quantized(self, kind, x, norm, eps, weight, epilogue, extra, out, prefetch) -> Tensor:
         assert x.is_contiguous() and weight.columns <= MAX_COLUMNS, (x.stride(), weight.columns)

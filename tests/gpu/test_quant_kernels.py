@@ -1,4 +1,4 @@
-"""Quantized weights on a card: exact sums by its own instructions, the same bits in every bucket, a model that speaks."""
+"""Quantized weights on a card: exact sums by its own instructions, the same bits in every bucket, speech."""
 
 import numpy as np
 import pytest

@@ -22,10 +22,10 @@ CASES = [
 ]  # fmt: skip
 
 
-def make_ops(quant):
+def make_ops(quant, **tuning):
     from sottovoce.kernels.triton_quant_ops import TritonQuantOps
 
-    return TritonQuantOps(Tuning(), quant, has_dp4a=torch.cuda.is_available())
+    return TritonQuantOps(Tuning(slices=4, columns=16, **tuning), quant, has_dp4a=torch.cuda.is_available())
 
 
 def case(rows, width, num_out, name, device, dtype):
@@ -53,14 +53,14 @@ def test_operations_equal_their_twins(device, way, rows, width, num_out, name, d
 
 
 def by_hand(x, weight):
-    """The product as the kernels define it, in integers of numpy."""
+    """The product as the kernels define it; float64 holds all its sums exactly."""
     x = x.double().cpu().numpy()
     largest = np.abs(x).max(1, keepdims=True)
     power = np.where(largest > 0, 2.0 ** np.floor(np.log2(np.where(largest > 0, largest, 1))), 0)
     whole = np.floor(x / np.where(power > 0, power, 1) * 8192 + 0.5).astype(np.int64)
     high = (whole + 128) >> 8
-    factors = weight.whole_numbers(torch.float64).cpu().numpy().astype(np.int64)
-    sums = [np.float32(part @ factors.T) for part in (high, whole - 256 * high)]
+    factors = weight.whole_numbers(torch.float64).cpu().numpy()
+    sums = [np.float32(part.astype(np.float64) @ factors.T) for part in (high, whole - 256 * high)]
     scale = weight.scales.cpu().numpy()[None] * np.float32(power / 8192)
     return torch.from_numpy((sums[0] * np.float32(256) + sums[1]) * scale)
 
@@ -106,12 +106,21 @@ def test_what_is_not_finite_stays_visible(device, way, bad):
     assert not torch.isfinite(out[1]).any() and torch.isfinite(out[0]).all()
 
 
-def test_other_weights_go_the_usual_ways(device):
-    ops = make_ops(SMALL)
+@pytest.mark.parametrize("has_fp8", [False, True])
+def test_other_weights_go_the_usual_ways(device, has_fp8):
+    if has_fp8 and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this card converts no e4m3")
+    ops = make_ops(SMALL, fp8=has_fp8)
     x, plain, norm = random(2, 64, device=device), random(16, 64, device=device), random(64, device=device)
+    residual, bias = random(2, 16, device=device), random(16, device=device)
     for weight in (plain, quantized(plain, "fp8")):
-        for operation in ("norm_linear", "norm_gate_up"):
-            got, expected = (getattr(o, operation)(x, norm, EPS, weight) for o in (ops, torch_ops))
+        for operation, arguments in (
+            ("norm_linear", (norm, EPS, weight)),
+            ("norm_linear", (None, EPS, weight, bias)),
+            ("norm_gate_up", (norm, EPS, weight)),
+            ("linear_residual", (weight, residual)),
+        ):
+            got, expected = (getattr(o, operation)(x, *arguments) for o in (ops, torch_ops))
             assert distance(got, expected) < 1e-5
 
 
