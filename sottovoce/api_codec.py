@@ -29,8 +29,6 @@ LOAD_OPTIONS = ("revision", "offline", "device", "dtype")
 class Codec:
     """The codec alone: recordings to codes and back. Loads only the half that is used, at its first use."""
 
-    sample_rate = SAMPLE_RATE
-
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.folder, self.device, self.dtype = folder, device, dtype
         self._parts = {
@@ -66,6 +64,11 @@ class Codec:
         inner = self.folder / "speech_tokenizer"
         return CodecConfig.from_folder(inner if inner.is_dir() else self.folder)
 
+    @property
+    def sample_rate(self) -> int:
+        """Of what is decoded, in Hz. Recordings of any rate can be encoded."""
+        return self.config.output_sample_rate
+
     def encode(self, audio: AudioInput, *, field: str = "audio") -> np.ndarray:
         """Codes int64 [T, 16] of a recording, T = ceil(samples at 24 kHz / 1920).
 
@@ -85,7 +88,7 @@ class Codec:
         return self._with("encoder", work, field)
 
     def decode(self, codes: np.ndarray, *, mode: DecodeMode = "exact") -> np.ndarray:
-        """Samples float32 [T * 1920] of codes [T, 16]; `mode` as in `codec.Codec.decode_stream`."""
+        """Samples float32 [T * 1920] (at 24 kHz) of codes [T, 16]; `mode` as in `codec.Codec.decode_stream`."""
         try:
             codes = np.asarray(codes)
         except ValueError as error:  # rows of unequal length
@@ -102,6 +105,12 @@ class Codec:
             )
 
         return self._with("decoder", work, "codes")
+
+    def adopt(self, codec: CodecModel) -> None:
+        """Encodes and decodes with this network from now on, while it is being trained."""
+        for name, part in self._parts.items():
+            part.close()
+            self._parts[name] = Lent(lambda: codec, "codec")
 
     def close(self) -> None:
         """Refuses further work, waits for what is under way, and gives the memory back."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from sottovoce.api import TTS, Codec
 from sottovoce.audio.io import AudioInput, read_audio
 from sottovoce.compat_batches import DynamicBatchProcessor, adaptive_batch_size
+from sottovoce.compat_train import CodecOutput, TrainableCodec
 from sottovoce.types import (
     FRAME_SAMPLES,
     SAMPLE_RATE,
@@ -255,12 +256,34 @@ class Qwen3TTSTokenizer:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.device = codec.device
-        self.model = _Inside()
+        self.model = TrainableCodec(codec)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, **options: Any) -> Qwen3TTSTokenizer:
         """Loads the codec of a model, or the codec alone, by hub id or folder. Options as for Qwen3TTSModel."""
         return cls(Codec.from_pretrained(pretrained_model_name_or_path, **_load_options(options)))
+
+    def __call__(
+        self, audios: str | np.ndarray | Tensor | list[str] | list[np.ndarray], sr: int | None = None
+    ) -> CodecOutput:
+        """The loss of passing recordings through the codec, to be trained on: `.loss`; see `compat_train`.
+
+        Args:
+            audios: as `encode` takes them, or a tensor of floats, [N], [B, N] or [B, 1, N].
+            sr: rate of samples in Hz; None is 24 kHz.
+        """
+        if isinstance(audios, Tensor):
+            audios = list(audios.reshape(-1, audios.shape[-1]))
+        items = audios if isinstance(audios, list) else [audios]
+        if not items:
+            raise InputError("audios is empty; at least one recording is needed", field="audios")
+        items = [item.float().cpu().numpy() if isinstance(item, Tensor) else item for item in items]
+        rate = sr or SAMPLE_RATE
+        clips = [
+            read_audio(item, field=f"audios[{i}]", source_rate=rate, is_url_allowed=True, is_silence_allowed=True)
+            for i, item in enumerate(items)
+        ]
+        return self.model.loss(clips)
 
     def encode(
         self,
@@ -298,13 +321,13 @@ class Qwen3TTSTokenizer:
         return SAMPLE_RATE
 
     def get_output_sample_rate(self) -> int:
-        return SAMPLE_RATE
+        return self.codec.sample_rate
 
     def get_encode_downsample_rate(self) -> int:
         return FRAME_SAMPLES
 
     def get_decode_upsample_rate(self) -> int:
-        return FRAME_SAMPLES
+        return self.codec.config.decode_upsample_rate
 
     def close(self) -> None:
         """Frees the memory of the codec."""

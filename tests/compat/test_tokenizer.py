@@ -99,9 +99,8 @@ def test_errors_say_what_is_wrong(pair, call, words):
         call(pair[0])
 
 
-def test_a_model_folder_serves_too_and_checkpointing_is_accepted(pair):
+def test_a_model_folder_serves_too_and_checkpointing_changes_no_codes(pair):
     tokenizer = Qwen3TTSTokenizer.from_pretrained(str(pair[0].codec.folder.parent))
-    with pytest.warns(UserWarning, match="nothing in inference"):
-        tokenizer.model.gradient_checkpointing_enable()
+    tokenizer.model.gradient_checkpointing_enable()
     assert torch.equal(tokenizer.encode(sound(3840), sr=24_000)[0][0], pair[0].encode(sound(3840), sr=24_000)[0][0])
     tokenizer.close()
