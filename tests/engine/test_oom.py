@@ -80,7 +80,7 @@ def free(lab):
 
 def run(lab, engine, count=ITEMS, max_frames=None):
     for number in range(count):
-        lab.add(engine, number % 10, number, max_frames=max_frames or 3 + number % 5)
+        lab.add(engine, number % 10, number, max_frames=max_frames or 2 + number % 4)
     return collect(engine.drain())
 
 
@@ -98,8 +98,7 @@ def check_equal(lab, got, free, lost=None):
     "most, max_failures",
     [
         ({"decode": 150}, 3),  # 2 rows with 50 positions
-        ({"prompt": 16 * 40}, 2),
-        ({"codec": 3}, 2),
+        ({"codec": 1}, 3),
         ({"decode": 90, "prompt": 16 * 40, "codec": 2}, 8),
     ],
 )
@@ -113,7 +112,7 @@ def test_everything_finishes_with_the_same_codes(lab, free, monkeypatch, most, m
     drill.check_nothing_is_held()
 
 
-@pytest.mark.parametrize("most, max_failures", [(5, 4), (2, 6)])
+@pytest.mark.parametrize("most, max_failures", [(2, 6)])
 def test_streams_that_share_launches_are_halved(lab, free, monkeypatch, most, max_failures):
     """As on a card; a CPU launches one stream at a time."""
     engine = lab.engine(ROWS, has_audio=True)
@@ -130,7 +129,7 @@ def test_an_item_too_big_alone_is_the_only_one_lost(lab, free, monkeypatch):
 
     def scarce(tables, kv, slots):
         giant = engine._active.get(3)
-        if giant is not None and giant.row.slot in slots.tolist() and giant.row.num_frames >= 2:
+        if giant is not None and giant.row.slot in slots.tolist() and giant.row.num_frames >= 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return decode(tables, kv, slots)
 
@@ -170,7 +169,7 @@ def test_one_failure_of_a_prompt_is_made_good(lab, free, monkeypatch):
         return embed(network, plan)
 
     monkeypatch.setattr(runner_module, "embed_prompt", scarce)
-    check_equal(lab, run(lab, engine), free)
+    check_equal(lab, run(lab, engine, 12), {k: v for k, v in free.items() if k < 12})
     assert engine.guard.num_failures == 10
 
 
@@ -188,7 +187,7 @@ def test_prompts_without_memory_begin_when_others_have_ended(lab, free, monkeypa
         return embed(network, plan)
 
     monkeypatch.setattr(runner_module, "embed_prompt", scarce)
-    check_equal(lab, run(lab, engine), free)
+    check_equal(lab, run(lab, engine, 14), {k: v for k, v in free.items() if k < 14})
     assert refused and not engine._later and engine.stats().pages_used == 0
 
 
@@ -212,8 +211,8 @@ def test_one_that_waits_for_memory_can_be_cancelled(lab, monkeypatch):
 
 def test_those_who_wait_take_nothing_of_the_device(lab):
     engine = lab.engine(2)
-    for number in range(20):
-        lab.add(engine, number % 10, number)
+    for number in range(10):
+        lab.add(engine, number, max_frames=2)
     engine.step()
     assert sum(job.prompt is not None for job in engine._jobs.values()) == 2
     engine.drain()
