@@ -1,4 +1,4 @@
-"""Writes the tables of docs/memory.md: twelve well-known cards, what each task gets on them.
+"""Writes the tables of docs/memory.md: twelve well-known cards, what each task gets on them and how one trains there.
 
 python docs/make_plan_table.py           prints them
 python docs/make_plan_table.py --write   puts them into the page
@@ -13,6 +13,7 @@ from pathlib import Path
 from sottovoce.config import CodecConfig, ModelConfig
 from sottovoce.memory.cards import find_card
 from sottovoce.memory.plan import TASKS, Plan, make_plan
+from sottovoce.train.plan import WAYS, TrainingPlan, make_training_plan
 
 PAGE = Path(__file__).with_name("memory.md")
 PLACE = re.compile(r"(?<=<!-- tables -->\n).*?(?=<!-- end of tables -->)", re.S)
@@ -28,9 +29,11 @@ def tables() -> str:
     codec, lines = CodecConfig.published(), []
     for name in MODELS:
         config = ModelConfig.published(name)
-        lines += [f"### {name}", "", "| card | GiB | " + " | ".join(TASKS) + " |", "|---|---:|" + "---|" * len(TASKS)]
+        tasks = [*TASKS, *WAYS]
+        lines += [f"### {name}", "", "| card | GiB | " + " | ".join(tasks) + " |", "|---|---:|" + "---|" * len(tasks)]
         for card in map(find_card, CARDS):
             cells = [_cell(make_plan(config, codec, card=card, task=task)) for task in TASKS]
+            cells += [_training_cell(make_training_plan(config, codec, card=card, task=task)) for task in WAYS]
             lines.append(f"| {card.name} | {card.memory_gib} | " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)
@@ -40,7 +43,13 @@ def _cell(plan: Plan) -> str:
     needed = f"{plan.needed_bytes / 1e9:.1f} GB"
     if not plan.is_feasible:
         return f"no: {needed}"
-    return f"{plan.layout.max_rows} row{'s' * (plan.layout.max_rows > 1)}, {needed}"
+    weights = {"as published": "", "int4 talker, int8 predictor": "int4, "}.get(plan.weights, f"{plan.weights}, ")
+    return f"{weights}{plan.layout.max_rows} row{'s' * (plan.layout.max_rows > 1)}, {needed}"
+
+
+def _training_cell(plan: TrainingPlan) -> str:
+    needed = f"{plan.needed_bytes / 1e9:.1f} GB"
+    return f"{plan.method}, {needed}" if plan.is_feasible else f"no: {needed}"
 
 
 if __name__ == "__main__":

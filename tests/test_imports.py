@@ -17,7 +17,8 @@ WITHOUT_TORCH = """
     sottovoce sottovoce.types sottovoce.config sottovoce.formats sottovoce.manifest sottovoce.hub sottovoce.tensorfile
     sottovoce.random_checkpoint sottovoce.text.tokenizer sottovoce.text.segment sottovoce.text.language
     sottovoce.audio.io sottovoce.audio.encode sottovoce.audio.join sottovoce.audio.resample
-    sottovoce.memory.cards sottovoce.memory.footprint sottovoce.memory.plan
+    sottovoce.memory.cards sottovoce.memory.footprint sottovoce.memory.plan sottovoce.memory.choices
+    sottovoce.memory.describe sottovoce.memory.placement sottovoce.train.plan
     sottovoce.engine.request sottovoce.engine.scheduler sottovoce.engine.pages
     sottovoce.cli.app sottovoce.cli.items sottovoce.cli.codes
 """.split()

@@ -14,6 +14,8 @@ from sottovoce.cli.options import Device, Dtype, Json, Kv, Memory, Model, Profil
 
 if TYPE_CHECKING:
     from sottovoce.config import CodecConfig, ModelConfig
+    from sottovoce.memory.plan import Plan
+    from sottovoce.train.plan import TrainingPlan
 
 
 def plan(
@@ -22,11 +24,19 @@ def plan(
     gpu: Annotated[
         str | None, flag("--gpu", metavar="CARD", help='A well-known card: "RTX 3060". "CPU" is one.')
     ] = None,
-    task: Annotated[str, flag("--task", metavar="TASK", help="say, serve, batch or longform. Default: say.")] = "say",
+    task: Annotated[
+        str,
+        flag("--task", metavar="TASK", help="say, serve, batch, longform, train-codec or train-talker. Default: say."),
+    ] = "say",
     profile: Profile = None,
     rows: Annotated[
-        int | None, flag("--rows", help="Requests at a time. Default: as many as fit and are of use.")
+        int | None, flag("--rows", help="Requests or clips at a time. Default: what fits and is of use; one clip.")
     ] = None,
+    method: Annotated[
+        str | None,
+        flag("--method", help="Of training: full, lora, qlora; decoder, codebooks, all. Default: the most that fits."),
+    ] = None,
+    clip_s: Annotated[float, flag("--clip-s", help="Seconds of the longest clip to train on. Default: 30.")] = 30.0,
     dtype: Dtype = None,
     weights: Weights = None,
     kv: Kv = None,
@@ -38,8 +48,12 @@ def plan(
 
     Needs no weights and no GPU. Exit status 1 if it does not fit.
     """
-    from sottovoce.memory.plan import make_plan, parse_bytes
+    from sottovoce.memory.describe import describe
+    from sottovoce.memory.plan import TASKS, make_plan, parse_bytes
+    from sottovoce.train.plan import WAYS, describe_training, make_training_plan
+    from sottovoce.types import reject_unknown
 
+    reject_unknown("task", [task], (*TASKS, *WAYS))
     config, codec, name = _configs(model)
     memory_bytes = None if memory is None else parse_bytes(memory)
     card = gpu
@@ -50,16 +64,27 @@ def plan(
 
         card, free_bytes = look_at(pick_device(device))
         memory_bytes = free_bytes if memory_bytes is None else min(memory_bytes, free_bytes)
-    decided = make_plan(
-        config, codec, memory_bytes=memory_bytes, card=card, task=task, profile=profile, rows=rows, dtype=dtype,
-        weights=weights, kv=kv,
-    )  # fmt: skip
+    decided: Plan | TrainingPlan
+    if task in WAYS:
+        decided = make_training_plan(
+            config,
+            codec,
+            task=task,
+            memory_bytes=memory_bytes,
+            card=card,
+            method=method,
+            rows=1 if rows is None else rows,
+            clip_s=clip_s,
+        )
+    else:
+        decided = make_plan(
+            config, codec, memory_bytes=memory_bytes, card=card, task=task, profile=profile, rows=rows, dtype=dtype,
+            weights=weights, kv=kv,
+        )  # fmt: skip
     if json_:
         typer.echo(json.dumps({"model": name} | decided.as_dict(), indent=2))
     else:
-        from sottovoce.memory.describe import describe
-
-        typer.echo(describe(decided, name))
+        typer.echo(describe_training(decided, name) if task in WAYS else describe(decided, name))
     if not decided.is_feasible:
         raise typer.Exit(1)
 

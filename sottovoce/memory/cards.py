@@ -34,11 +34,13 @@ CPU = Card("CPU", None, None)
 
 CARDS = (
     CPU,
+    Card("GTX 1650", 4, (7, 5)),
     Card("GTX 1660 Ti", 6, (7, 5)),
     Card("RTX 2060", 6, (7, 5)),
     Card("RTX 2070", 8, (7, 5)),
     Card("RTX 2080 Ti", 11, (7, 5)),
     Card("RTX 3050", 8, (8, 6)),
+    Card("RTX 3050 Laptop", 4, (8, 6)),
     Card("RTX 3060", 12, (8, 6)),
     Card("RTX 3060 Laptop", 6, (8, 6)),
     Card("RTX 3070", 8, (8, 6)),
