@@ -119,7 +119,10 @@ class Qwen3TTSModel:
                 BitsAndBytesConfig), or these two by themselves, load layers in int8 or int4; see `TTS`.
         """
         weights = _weights({name: options.pop(name, None) for name in QUANTIZATION})
-        return cls(TTS.from_pretrained(pretrained_model_name_or_path, weights=weights, **_load_options(options)))
+        device_map = options.get("device_map")
+        parts = {"device_map": options.pop("device_map")} if _names_several(device_map) else {}
+        loaded = _load_options(options) | parts
+        return cls(TTS.from_pretrained(pretrained_model_name_or_path, weights=weights, **loaded))
 
     def generate(self, text: str | list[str], **arguments: Any) -> tuple[list[np.ndarray], int]:
         """The `generate_*` method that this kind of model has."""
@@ -398,14 +401,15 @@ def _weights(options: Mapping[str, Any]) -> str | None:
     return bits[wanted[0]]
 
 
+def _names_several(device_map: Any) -> bool:
+    return isinstance(device_map, Mapping) and len({str(device) for device in device_map.values()}) > 1
+
+
 def _device(device_map: Any) -> str | None:
     if isinstance(device_map, Mapping):
-        devices = {str(device) for device in device_map.values()}
-        if len(devices) != 1:
-            raise InputError(
-                "device_map must name one device: a model of this size is slower on several", field="device_map"
-            )
-        device_map = devices.pop()
+        if _names_several(device_map) or not device_map:
+            raise InputError("device_map must name one device: a codec is not divided", field="device_map")
+        device_map = next(iter(device_map.values()))
     if device_map is None or device_map == "auto":
         return None
     return f"cuda:{device_map}" if isinstance(device_map, int) else str(device_map)

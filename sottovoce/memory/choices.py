@@ -27,6 +27,7 @@ from sottovoce.memory.footprint import (
     weight_shapes,
 )
 from sottovoce.memory.plan import (
+    FP8_CAPABILITY,
     GROWTH_TOKENS,
     KV_FORMATS,
     MIN_TOKENS,
@@ -41,7 +42,6 @@ from sottovoce.memory.plan import (
 from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE
 
 CPU_ROWS = 8  # a CPU computes row by row: more only wait for each other
-FP8_CAPABILITY = (8, 9)  # Ada and later convert it in hardware
 
 Rung = tuple[int, int]  # rows, positions of all together
 

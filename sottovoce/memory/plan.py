@@ -19,6 +19,7 @@ from sottovoce.types import InputError, reject_unknown
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_FORMATS = {"full": None, "fp8": KV_FP8}
+FP8_CAPABILITY = (8, 9)  # Ada and later convert it in hardware
 PLACES = {"text_embedding": ("device", "host", "mapped"), "codec": ("device", "cpu", "other")}
 PAGE_TOKENS = 16
 MIN_TOKENS = 1024  # the longest piece a text is cut into, its prompt, and a minute of speech to spare
@@ -202,6 +203,8 @@ def make_plan(
         raise InputError("how much memory may be used? Give memory, such as 8GB, or the name of a card", field="memory")
     from sottovoce.memory.choices import advise, decide  # which answer with what is defined here
 
+    if kv == "fp8" and card.capability is not None and card.capability < FP8_CAPABILITY:
+        raise InputError(f"{card.name} does not convert fp8: that begins with Ada; leave kv open", field="kv")
     found, asked = from_config(config.quantization), parse_formats(weights)
     formats = None if weights is None and not found else agree(asked, found)
     wish = Wish(config, codec, memory_bytes, card, task, profile, rows, dtype, formats, kv, places or {})

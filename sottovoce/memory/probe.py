@@ -56,13 +56,20 @@ def look_at(device: torch.device) -> tuple[Card, int]:
     return card, free + CONTEXT_BYTES
 
 
-def _free_host_bytes() -> int:
-    """What Linux calls available, caches that it would give up included; elsewhere all that is unused."""
+def _free_host_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """What Linux calls available, caches that it would give up included, and no more than this container may have;
+    elsewhere all that is unused."""
     try:
         lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        most, used = (int((group / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
+        return max(0, min(free, most - used + int(stat["inactive_file"])))
+    except (OSError, ValueError, KeyError):  # no container, or one without a limit ("max")
+        return free
 
 
 def dtype_name(dtype: torch.dtype) -> str:

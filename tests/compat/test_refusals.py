@@ -56,7 +56,9 @@ def test_what_cannot_be_spoken_is_refused(request, kind, method, arguments, word
     [
         ({"device_mapp": "cpu"}, InputError, "'device_map'"),
         ({"attn_implementation": "flash_attention2"}, InputError, "flash_attention_2"),
-        ({"device_map": {"talker": "cpu", "codec": "cuda:0"}}, InputError, "device_map"),
+        ({"device_map": {"talker": "cpu", "codec": "cuda:99"}}, InputError, "cuda:99"),
+        ({"device_map": {"talkr": "cpu", "codec": "cuda:99"}}, InputError, "device_map"),
+        ({"device_map": {}}, InputError, "device_map"),
         ({"dtype": torch.int8}, InputError, "dtype"),
         ({"device_map": "abacus"}, InputError, "device"),
     ],

@@ -38,6 +38,15 @@ wishes = st.fixed_dictionaries(
 budgets = st.integers(1, 100_000_000_000) | st.integers(1_000_000_000, 10_000_000_000)
 
 
+def with_possible_kv(wish):
+    card = wish["card"] or Card("any", None, (8, 0))
+    is_impossible = wish["kv"] == "fp8" and card.capability is not None and card.capability < (8, 9)
+    return wish | {"kv": None} if is_impossible else wish
+
+
+wishes = wishes.map(with_possible_kv)
+
+
 def plan(name="1.7B-VoiceDesign", **wish):
     return make_plan(CONFIGS[name], CODEC, **wish)
 
@@ -130,7 +139,7 @@ def test_less_memory_means_smaller_weights_before_fewer_than_enough_rows():
 
 
 def test_a_wish_for_weights_and_keys_is_followed():
-    made = plan(memory_bytes=10**10, weights="int4", kv="fp8")
+    made = plan(memory_bytes=10**10, card="RTX 4090", weights="int4", kv="fp8")
     assert made.layout.formats["talker"] == "int4" and made.layout.formats["predictor"] == "int8"
     assert made.layout.kv_dtype == "float8_e4m3fn" and made.weights == RANKS[0]
     full = plan(memory_bytes=10**10, weights="none", kv="full", places={"text_embedding": "device"})
@@ -186,6 +195,7 @@ def test_cards_by_other_names(name):
         ({"weights": "int5"}, "'int8'"),
         ({"weights": {"codec": "int8"}}, "talker"),
         ({"kv": "fp4"}, "'fp8'"),
+        ({"kv": "fp8", "card": "RTX 3090"}, "does not convert fp8"),
         ({"places": {"talker": "cpu"}}, "codec"),
         ({"places": {"codec": "disk"}}, "cpu, device"),
         ({"rows": 0}, "rows"),
