@@ -54,7 +54,8 @@ def train_memory(
         raise typer.BadParameter(f"known: {', '.join(v.name for v in VARIANTS)}", param_hint="--only")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        for setting in (torch.backends.cudnn.conv, torch.backends.cuda.matmul):
+            setting.fp32_precision = "tf32"
         card = torch.cuda.get_device_name(chosen)
     else:
         card = "CPU"

@@ -64,8 +64,8 @@ def _backward_kernel(
 
 
 def forward(x: Tensor, alpha: Tensor, beta: Tensor, out: Tensor) -> Tensor:
-    """x [B, D, T], contiguous, and alpha, beta [D] -> `out`, whose rows [T] are contiguous and equally far apart."""
-    batch, channels, length = x.shape
+    """x [B, D, T] and alpha, beta [D] -> `out`, whose rows [T] are contiguous and equally far apart."""
+    (batch, channels, length), x = x.shape, x.contiguous()
     block = _block(length)
     _forward_kernel[(batch * channels, triton.cdiv(length, block))](
         x, alpha, beta, out, channels, length, length, _row_stride(out), BLOCK=block
@@ -76,8 +76,9 @@ def forward(x: Tensor, alpha: Tensor, beta: Tensor, out: Tensor) -> Tensor:
 def backward(
     x: Tensor, grad: Tensor, alpha: Tensor, beta: Tensor, also: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (plus `also`, contiguous), alpha and beta; rows of `grad` as those of `out` above."""
-    batch, channels, length = x.shape
+    """Gradients of x (plus `also`), alpha and beta; rows of `grad` as those of `out` above."""
+    (batch, channels, length), x = x.shape, x.contiguous()
+    also = also if also is None else also.contiguous()
     block = _block(length)
     blocks = triton.cdiv(length, block)
     grad_x = torch.empty_like(x)
@@ -92,7 +93,8 @@ def backward(
 
 def _row_stride(x: Tensor) -> int:
     batch, channels, _ = x.shape
-    assert x.stride(2) == 1 and (batch == 1 or x.stride(0) == channels * x.stride(1))
+    is_even = (batch == 1 or x.stride(0) == channels * x.stride(1)) and (x.shape[2] == 1 or x.stride(2) == 1)
+    assert is_even, "rows must be contiguous and equally far apart"
     return x.stride(1)
 
 

@@ -6,6 +6,7 @@ with weights, gradients and optimizer, and the process's above its beginning on 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import math
@@ -148,11 +149,9 @@ def release(device: torch.device) -> int:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: the peak is then that since the process began
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again
-    except (OSError, AttributeError):
-        pass  # not Linux: the peak is then that of the process since its start
     return _status_bytes("VmRSS")
 
 
@@ -217,6 +216,7 @@ def _run(
     if variant.is_fused:
         optimizer.fuse()
     batch = batch.to(device)
+    release(device)  # what came before does not count, what it left behind does
 
     def step() -> None:
         optimizer.begin_step(RATE)
