@@ -41,7 +41,7 @@ def test_importing_the_package_imports_next_to_nothing():
 
 def test_help_imports_nothing_heavy():
     commands = [[], ["say"], ["voice", "make"], ["voice", "show"], ["encode"], ["decode"], ["plan"]]
-    commands += [["doctor"], ["make-random"]]
+    commands += [["quantize"], ["doctor"], ["make-random"]]
     done = run(
         "import sys\nfrom sottovoce.cli.app import main\n"
         f"for command in {commands!r}:\n"

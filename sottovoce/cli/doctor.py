@@ -165,6 +165,18 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("checkpointing", "ok", only)
     triton = _version_of("triton")
     yield Finding("triton", "ok", triton or "not installed; only GPUs use it")
+    yield weights_finding(torch.cuda.get_device_capability() if torch.cuda.is_available() else None, bool(triton))
+
+
+def weights_finding(capability: tuple[int, int] | None, has_triton: bool) -> Finding:
+    """How quantized weights are multiplied on a card of this capability; None is a CPU."""
+    if capability is None:
+        return Finding("weights", "ok", "int8 about as fast as float32, int4 and fp8 slower: for their memory")
+    if capability >= (8, 0) and has_triton:
+        fp8 = "fp8 too" if capability >= (8, 9) else "fp8 by plain torch, slowly"
+        return Finding("weights", "ok", f"int8 and int4 by our own kernels, {fp8}")
+    why = "no Triton" if capability >= (8, 0) else "a card before Ampere"
+    return Finding("weights", "note", f"int8, int4 and fp8 by plain torch ({why}): they save memory and cost time")
 
 
 def _version_of(package: str) -> str | None:
