@@ -28,7 +28,7 @@ from sottovoce.engine.driver import Driver
 from sottovoce.engine.pool import EnginePool
 from sottovoce.memory.describe import describe
 from sottovoce.memory.placement import Placement
-from sottovoce.memory.plan import Plan
+from sottovoce.memory.plan import Plan, gigabytes
 from sottovoce.memory.probe import DTYPES, dtype_name, pick_device, release_cached
 from sottovoce.memory.trace import phase
 from sottovoce.model.prompt import build_prompt
@@ -153,6 +153,8 @@ class TTS:
         plan = plan_for(folder, chosen, dtype=precision, rows=max_rows, placement=placement, **wish)
         if memory is not None or profile is not None:
             notice(describe(plan, folder.name))
+        elif plan.compromises:
+            notice(f"{gigabytes(plan.memory_bytes)} are free on {chosen}, so it has {' and '.join(plan.compromises)}")
         with phase("load"):
             return cls(folder, device=chosen, plan=plan, is_hub=is_hub, notice=notice, placement=placement)
 

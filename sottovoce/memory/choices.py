@@ -88,6 +88,7 @@ def decide(wish: Wish) -> Plan:
         missing=missing,
         elsewhere=_elsewhere(wish, layout),
         reasons=reasons | _place_reasons(wish, layout) | _part_reasons(wish, layout, parts),
+        compromises=_compromises(wish, weights),
     )
 
 
@@ -162,6 +163,15 @@ def _weights(wish: Wish) -> Iterator[_Weights]:
             for kv, why_kv in _kv_formats(wish):
                 why = {"dtype": why_dtype, "weights": _weight_reason(wish, chosen), "kv": why_kv}
                 yield _Weights(describe(chosen), dtype, KV_FORMATS[kv] or dtype, formats, why)
+
+
+def _compromises(wish: Wish, weights: _Weights) -> tuple[str, ...]:
+    chosen = []
+    if wish.formats is None and weights.name != describe({}):
+        chosen.append(f"weights in {weights.name}")
+    if wish.kv is None and weights.kv_dtype == KV_FP8:
+        chosen.append("keys and values in fp8")
+    return tuple(chosen)
 
 
 def _weight_reason(wish: Wish, chosen: Formats) -> str:

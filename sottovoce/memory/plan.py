@@ -94,6 +94,7 @@ class Plan:
         parts: bytes of each part that fits, in the order of need. They never add up to more than `memory_bytes`.
         missing: bytes of the parts that do not fit. A plan without any is feasible.
         elsewhere: bytes of the parts that lie in other memory; they do not count.
+        compromises: what was chosen for want of memory and may change what is said.
         reasons: of every decision and every part.
         advice: what would make it fit. Empty if it does.
     """
@@ -109,6 +110,7 @@ class Plan:
     missing: Mapping[str, int]
     elsewhere: Mapping[str, int]
     reasons: Mapping[str, str]
+    compromises: tuple[str, ...] = ()
     advice: tuple[Advice, ...] = field(default=())
 
     @property

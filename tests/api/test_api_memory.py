@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from sottovoce import assembly
+from sottovoce.config import CodecConfig
 from sottovoce.memory.cards import CPU
 from sottovoce.memory.describe import describe
+from sottovoce.memory.plan import make_plan
 from sottovoce.model.rowtable import RowTable
 from sottovoce.types import InputError, OutOfMemoryError
 from tests.api.conftest import on_cpu
@@ -45,6 +47,16 @@ def test_nothing_is_loaded_that_does_not_fit(custom_folder, monkeypatch):
             on_cpu(custom_folder, **options)
     with pytest.raises(OutOfMemoryError, match="-> allow"):
         on_cpu(custom_folder, max_rows=64)
+
+
+def test_what_is_chosen_for_want_of_memory_is_told(custom, custom_folder, monkeypatch):
+    notices: list[str] = []
+    configs = custom.config, CodecConfig.from_folder(custom_folder / "speech_tokenizer")
+    full = make_plan(*configs, card=CPU, memory_bytes=1, weights="none", rows=1).needed_bytes
+    monkeypatch.setattr(assembly, "look_at", lambda device: (CPU, full - 1))
+    with on_cpu(custom_folder, max_rows=1, on_notice=notices.append) as tts:
+        assert tts.plan.quantized and tts.backends["weights"] == tts.plan.weights
+    assert len(notices) == 1 and "are free on cpu" in notices[0] and tts.plan.weights in notices[0]
 
 
 def test_less_memory_does_not_change_what_is_said(custom, custom_folder):

@@ -141,6 +141,8 @@ def test_less_memory_means_smaller_weights_before_fewer_than_enough_rows():
 def test_a_wish_for_weights_and_keys_is_followed():
     made = plan(memory_bytes=10**10, card="RTX 4090", weights="int4", kv="fp8")
     assert made.layout.formats["talker"] == "int4" and made.layout.formats["predictor"] == "int8"
+    assert made.compromises == plan(memory_bytes=10**10).compromises == ()
+    assert plan(memory_bytes=4 * 10**9).compromises == ("weights in int8",)
     assert made.layout.kv_dtype == "float8_e4m3fn" and made.weights == RANKS[0]
     full = plan(memory_bytes=10**10, weights="none", kv="full", places={"text_embedding": "device"})
     assert full.weights == RANKS[2] and full.parts["text_embedding"] == 622_329_856 and not full.elsewhere
