@@ -46,7 +46,7 @@ def adaptive_batch_size(
     is no list.
     """
     if isinstance(function, int):
-        function, initial_batch_size = None, function
+        return adaptive_batch_size(initial_batch_size=function, min_batch_size=min_batch_size, on_error=on_error)
     _check_size("min_batch_size", min_batch_size, 1)
     _check_size("initial_batch_size", initial_batch_size, min_batch_size)
     if on_error not in ("raise", "return"):

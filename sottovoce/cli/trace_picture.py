@@ -26,7 +26,7 @@ def draw(head: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], out: Path)
     axes = figure.add_subplot()
     parts = _parts_over_time(samples)
     if parts:
-        colors = colormaps["tab20"].colors
+        colors = colormaps["tab20"](range(20))
         axes.stackplot(times, list(parts.values()), labels=list(parts), colors=colors, alpha=0.75, step="post")
     lines_of = {"host_bytes": ("host", "tab:gray")}
     if has_gpu:
@@ -35,7 +35,7 @@ def draw(head: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], out: Path)
     for name, (label, color) in lines_of.items():
         values = [(line.get(name) or 0) / 1e9 for line in samples]
         axes.step(times, values, where="post", label=label, color=color, linewidth=1.2)
-    colors = colormaps["Pastel1"].colors
+    colors = colormaps["Pastel1"](range(9))
     names = list(dict.fromkeys(line["phase"] for line in samples))
     for start, stop, name in _spans(samples):
         axes.axvspan(start, stop, 0, BAND, color=colors[names.index(name) % len(colors)], zorder=3)

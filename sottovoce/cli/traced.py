@@ -25,11 +25,12 @@ TraceFile = Annotated[
 def trace_all(app: typer.Typer, but: frozenset[str]) -> None:
     """Gives all commands of an app the flag, those of its groups included; not those named in `but`."""
     for command in app.registered_commands:
-        name = command.name or command.callback.__name__
-        if name not in but:
-            command.callback = traced(command.callback)
+        function = command.callback
+        if function is not None and (command.name or function.__name__) not in but:
+            command.callback = traced(function)
     for group in app.registered_groups:
-        trace_all(group.typer_instance, but)
+        if group.typer_instance is not None:
+            trace_all(group.typer_instance, but)
 
 
 def traced(command: Callable[..., Any]) -> Callable[..., Any]:

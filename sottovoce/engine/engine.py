@@ -244,20 +244,35 @@ class Engine:
             if step is None:
                 return
             self._mark("prompt" if step.prefill else "decode")
-            self._in_flight.append((step, self.runner.launch(step, self._jobs, self._history, self._fail)))
+            self._in_flight.append((step, self._launch(step)))
+
+    def _launch(self, step: Step) -> HostCopy | None:
+        """None: nothing comes of it, because no row decodes or because there was no memory even for the step itself."""
+        try:
+            return self.runner.launch(step, self._jobs, self._history, self._fail)
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            forget_frames(error)
+            failure = error
+        moved = [swap.row for swap in (*step.swap_out, *step.swap_in)]
+        for row in (*moved, *(row for row, _ in step.admitted), *(chunk.row for chunk in step.prefill), *step.rows):
+            self._fail(row, failure)
+        return None
 
     def _history(self, row: Row) -> list[int]:
         """Code 0 of every frame of a row up to the steps in flight; waits for them."""
         history = [int(frame[0]) for frame in self._active[row.id].frames]
         for step, launched in self._in_flight:
-            if row in step.rows:
+            if launched is not None and row in step.rows:
                 history.append(int(launched.wait()[step.rows.index(row), 0]))
         return history
 
     def _collect(self) -> None:
         """Takes the outcome of the oldest step."""
         step, launched = self._in_flight.popleft()
-        codes = launched.wait().numpy() if launched is not None else np.empty((0, NUM_CODEBOOKS), np.int64)
+        none = np.full((len(step.rows), NUM_CODEBOOKS), -1)
+        codes = none if launched is None else launched.wait().numpy()
         eos = self.network.config.talker.codec_eos_token_id
         committed = self.scheduler.commit(
             step.number, (codes[: len(step.rows), :1] == eos).any(1).tolist(), self._clock()

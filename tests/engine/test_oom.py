@@ -191,6 +191,24 @@ def test_prompts_without_memory_begin_when_others_have_ended(lab, free, monkeypa
     assert refused and not engine._later and engine.stats().pages_used == 0
 
 
+def test_no_memory_for_a_step_itself_costs_its_rows_and_not_the_engine(lab, free, monkeypatch):
+    engine = lab.engine(4, has_audio=True)
+    launch, calls = engine.runner.launch, []
+
+    def scarce(step, *others):
+        calls.append(step)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return launch(step, *others)
+
+    monkeypatch.setattr(engine.runner, "launch", scarce)
+    got = run(lab, engine, 12)
+    lost = [number for number, (_, _, end) in got.items() if isinstance(end, OutOfMemoryError)]
+    assert len(lost) <= 4 and len(got) == 12 and not engine.has_work and engine.stats().pages_used == 0
+    for number in set(got) - set(lost):
+        assert np.array_equal(got[number][0], free[number][0])
+
+
 def test_one_that_waits_for_memory_can_be_cancelled(lab, monkeypatch):
     engine = lab.engine(4)
     embed = runner_module.embed_prompt
