@@ -61,6 +61,8 @@ def test_python(page, world, monkeypatch):
 def test_commands(page, world, sottovoce, monkeypatch):
     monkeypatch.chdir(world)
     monkeypatch.setenv("SOTTOVOCE_MAX_FRAMES", "6")
+    for name, value in (("STEPS", "2"), ("SECONDS", "0.16"), ("QUIET", "1")):  # of trainings
+        monkeypatch.setenv(f"SOTTOVOCE_{name}", value)
     lines = "\n".join(snippets(page, "bash")).replace("\\\n", " ").splitlines()
     for line in filter(None, lines):
         pipe, _, target = line.partition(" > ")
