@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from sottovoce.cli.doctor import bf16_finding, driver_version, torch_finding
+from sottovoce.cli.doctor import bf16_finding, driver_version, torch_finding, weights_finding
 
 
 def test_the_report_has_every_topic_and_the_demo_speaks(sottovoce):
@@ -54,3 +54,9 @@ def test_the_driver_is_read_where_there_is_one(monkeypatch, tmp_path):
     assert driver_version() == "550.54.15"
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert driver_version() is None
+
+
+def test_quantized_weights_are_judged_by_card():
+    assert weights_finding(None, True).state == weights_finding((9, 0), True).state == "ok"
+    assert "fp8 too" in weights_finding((8, 9), True).text and "slowly" in weights_finding((8, 0), True).text
+    assert weights_finding((7, 5), True).state == "note" and "Triton" in weights_finding((8, 6), False).text
