@@ -109,8 +109,9 @@ class RowTable(nn.Module):
     def lookup(self, ids: Tensor) -> Tensor:
         """Rows [..., D] on the device of `ids` [...], without gradients. Ids on a device are waited for: keep them on
         the host."""
+        distinct, where = _distinct(ids)
         with torch.no_grad():
-            return self._expand(*_distinct(ids), ids.shape)
+            return self._expand(self.fetch(distinct), where, ids.shape)
 
     def forward(self, ids: Tensor) -> Tensor:
         """As `lookup`; while it is trained and gradients are on, the result is part of the graph."""
@@ -119,7 +120,7 @@ class RowTable(nn.Module):
         distinct, where = _distinct(ids)
         rows = self.fetch(distinct).requires_grad_()
         rows.register_post_accumulate_grad_hook(partial(self._collect, distinct))
-        return self._expand(distinct, where, ids.shape, rows)
+        return self._expand(rows, where, ids.shape)
 
     def take_grads(self) -> RowGrads | None:
         """The sum of what has been collected since the last call, over any number of backward passes; None if nothing
@@ -138,8 +139,9 @@ class RowTable(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> RowTable:
         return self  # a `.to` of the model around it leaves the table where it is
 
-    def _expand(self, distinct: Tensor, where: Tensor, shape: torch.Size, rows: Tensor | None = None) -> Tensor:
-        rows = self.fetch(distinct) if rows is None else rows
+    def _expand(self, rows: Tensor, where: Tensor, shape: torch.Size) -> Tensor:
+        if torch.equal(where, torch.arange(len(rows))):  # distinct and in order already, as those of a prompt are
+            return rows.view(*shape, rows.shape[1])
         if self.device.type == "cuda":
             where = where.pin_memory()
         return F.embedding(where.to(self.device, non_blocking=True).view(shape), rows)
