@@ -17,7 +17,7 @@ from sottovoce.memory.footprint import CUBLAS_BYTES
 
 OPTIMIZER_TEMPS = 10 * 4 << 22  # estimate: float32 pieces of `optim.CHUNK` numbers alive at once
 QUANT_TEMPS = 12 << 22  # estimate: a block of `kernels.quantized.BLOCK_NUMBERS` while it is widened
-LOGIT_BYTES = 20  # estimate, of each logit: in the weights' dtype twice, and float32 copies of softmax and gradient
+LOGIT_BYTES = 12  # estimate, of each logit: in the weights' dtype, float32, their logarithms and slopes
 TABLE = "talker.model.text_embedding.weight"
 
 
@@ -68,8 +68,8 @@ def training_bytes(config: ModelConfig, work: TrainingWork) -> dict[str, int]:
         (predictor, checkpoints + ends + chunk_bytes(config, work)),
         (predictor, checkpoints + tokens * config.talker.hidden_size * work.item_bytes + layer + temps),
     ]
-    if work.is_fused:
-        moments = [(gradients, live + OPTIMIZER_TEMPS) for gradients, live in moments]
+    if work.is_fused:  # weights move while their layer's tensors are there
+        moments[1] = (predictor, moments[1][1] + OPTIMIZER_TEMPS)
     else:
         moments += [(all_gradients, layer + temps), (all_gradients, OPTIMIZER_TEMPS)]
     gradients, activations = max(moments, key=sum)
@@ -110,7 +110,8 @@ def layer_bytes(config: TalkerConfig | PredictorConfig, kind: str, item_bytes: i
         kept += 2 * width + inner
     if kind == "full":  # normalized values, for the weights of norms
         kept += 2 * width + queries + keys
-    return item_bytes * (kept + (4 * inner + width if is_busy else 0))
+    busy = (3 if kind == "frozen" else 2) * inner + width  # slopes within the MLP; others replace what they come of
+    return item_bytes * (kept + (busy if is_busy else 0))
 
 
 def chunk_bytes(config: ModelConfig, work: TrainingWork) -> int:
@@ -123,14 +124,15 @@ def chunk_bytes(config: ModelConfig, work: TrainingWork) -> int:
     )
     codebooks = predictor.num_code_groups
     logits = (codebooks - 1) * predictor.vocab_size * LOGIT_BYTES
-    inputs = codebooks * (2 * config.talker.hidden_size + 2 * predictor.hidden_size) * work.item_bytes
+    inputs = codebooks * 2 * (config.talker.hidden_size + predictor.hidden_size) * work.item_bytes
+    if kind == "frozen":  # inputs are kept for the gradient of what they are multiplied with
+        inputs = 0
     return frames * (codebooks * layers + max(codebooks * busy, logits) + inputs)
 
 
 def _end_bytes(config: ModelConfig, work: TrainingWork) -> int:
-    """Estimate: final states, those at the frames (twice), and their slopes."""
-    width = config.talker.hidden_size * work.item_bytes
-    return work.rows * width * (2 * work.positions + 4 * work.frames)
+    """Estimate: states before and after the final norm, their slope, and a piece's share of it."""
+    return 4 * work.rows * work.positions * config.talker.hidden_size * work.item_bytes
 
 
 def _kind(work: TrainingWork) -> str:

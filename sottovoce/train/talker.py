@@ -70,20 +70,16 @@ class TalkerTask(nn.Module):
         trained one frame off.
         """
         hidden = self.hidden(batch)
-        at_first = hidden.index_select(0, batch.first_at)
-        first = torch.zeros((), device=hidden.device)
-        for states, labels in _pieces(LOGIT_ROWS, at_first, batch.first_labels):
-            first = first + self._recomputed(self._first_loss, states, labels)
-        losses = {"codebook_0": first}
+        losses = {"codebook_0": self._first_sum(hidden, batch.first_at, batch.first_labels)}
         if not self.training:
-            losses |= self._alarm(at_first, batch)
+            losses |= self._alarm(hidden, batch)
         at, codes, factor = batch.rest_at, batch.rest_codes, 1.0
         if self.training and self.predictor_share < 1:
             kept = torch.randperm(len(at), device=at.device)[: math.ceil(self.predictor_share * len(at))]
             at, codes, factor = at[kept], codes[kept], len(at) / len(kept)
         rest = torch.zeros(self.num_codebooks - 1, device=hidden.device)
-        for states, labels in _pieces(self.chunk_frames, hidden.index_select(0, at), codes):
-            rest = rest + self._recomputed(self._rest_loss, states, labels)
+        for piece in _pieces(self.chunk_frames, at, codes):
+            rest = rest + self._recomputed(self._rest_loss, hidden, *piece)
         return losses | {f"codebook_{k + 1}": value * factor for k, value in enumerate(rest.unbind())}
 
     def logits(self, batch: TalkerBatch) -> tuple[Tensor, Tensor]:
@@ -112,33 +108,37 @@ class TalkerTask(nn.Module):
             x = self._recomputed(layer, x, rope, None, None, True)
         return self._recomputed(talker.decoder.norm, x).flatten(0, 1)
 
-    def _first_loss(self, states: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.network.talker.logits(states), labels, reduction="sum")
+    def _first_sum(self, hidden: Tensor, at: Tensor, labels: Tensor) -> Tensor:
+        total = torch.zeros((), device=hidden.device)
+        for piece in _pieces(LOGIT_ROWS, at, labels):
+            total = total + self._recomputed(self._first_loss, hidden, *piece)
+        return total
 
-    def _rest_loss(self, states: Tensor, codes: Tensor) -> Tensor:
-        """Sums of codebooks 1 to 15, [K - 1], for frames of `codes` [C, K] that are said from `states` [C, D]."""
-        logits, labels = self.rest_logits(states, codes), codes[:, 1:]
+    # Both select their positions within what is recomputed: gradients of pieces that were selected before would be
+    # views, each of which keeps all inputs of the predictor for its piece alive.
+
+    def _first_loss(self, hidden: Tensor, at: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.network.talker.logits(hidden.index_select(0, at)), labels, reduction="sum")
+
+    def _rest_loss(self, hidden: Tensor, at: Tensor, codes: Tensor) -> Tensor:
+        """Sums of codebooks 1 to 15, [K - 1], for frames of `codes` [C, K] that are said at positions `at` [C]."""
+        logits, labels = self.rest_logits(hidden.index_select(0, at), codes), codes[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         return losses.view(labels.shape).sum(0)
 
     def rest_logits(self, states: Tensor, codes: Tensor) -> Tensor:
+        """Of codebooks 1 to 15, [C, K - 1, Vp], for frames of `codes` [C, K] that are said from `states` [C, D]."""
         talker, predictor = self.network.talker, self.network.predictor
         within = [states, talker.codec_embedding(codes[:, 0])]
         within += [predictor.embed(codes[:, k], k) for k in range(1, self.num_codebooks - 1)]
         return predictor(torch.stack(within, dim=1))
 
-    def _alarm(self, states: Tensor, batch: TalkerBatch) -> dict[str, Tensor]:
+    def _alarm(self, hidden: Tensor, batch: TalkerBatch) -> dict[str, Tensor]:
         labels = batch.first_labels
         has_next = (labels != batch.end_code).roll(-1) & (labels != batch.end_code)
         has_next[-1] = False
-        states, right, next_one = states[has_next], labels[has_next], labels.roll(-1)[has_next]
-        pieces = list(_pieces(LOGIT_ROWS, states, right, next_one))
-        return {
-            f"next_{ahead}": sum(
-                (self._first_loss(piece[0], piece[ahead]) for piece in pieces), torch.zeros((), device=states.device)
-            )
-            for ahead in (1, 2)
-        }
+        at, targets = batch.first_at[has_next], (labels[has_next], labels.roll(-1)[has_next])
+        return {f"next_{ahead}": self._first_sum(hidden, at, target) for ahead, target in enumerate(targets, 1)}
 
     def _recomputed(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
         if not (self.is_recomputed and torch.is_grad_enabled()):

@@ -2,15 +2,84 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import torch
+from torch import nn
 
 from sottovoce.config import ModelConfig
+from sottovoce.model.network import Network
+from sottovoce.model.weights import skeleton
+from sottovoce.quant.convert import swap_layers
+from sottovoce.train.batches import Example, collate
 from sottovoce.train.footprint import TrainingWork, trained_numbers, training_bytes, weight_bytes
 from sottovoce.train.optim import CHUNK, AdamOptions, AdamW
-from sottovoce.train.recipe import TalkerRecipe, load_task
-from tests.train.talker_cases import folder_of
+from sottovoce.train.recipe import TalkerRecipe, load_task, prepare_network
+from sottovoce.train.talker import TalkerTask
+from tests.train.counted import Count, as_on_a_card
+from tests.train.talker_cases import codes_of, examples, folder_of
+
+__all__ = ["as_on_a_card"]
 
 GIB = 1 << 30
+
+
+class NoTable(nn.Module):
+    """In the place of a text embedding on the host."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.weight = width, torch.empty(0, device="meta")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.empty(*ids.shape, self.width, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.mark.parametrize(
+    "method,rows,frames,chunk_frames,is_fused",
+    [
+        ("full", 16, 375, 1500, False),
+        ("full", 1, 750, 375, True),
+        ("lora", 1, 750, 128, False),
+        ("qlora", 16, 375, 1500, False),
+    ],
+)
+def test_the_peak_is_that_of_tensors_counted(as_on_a_card, method, rows, frames, chunk_frames, is_fused):
+    """At the widths of the 1.7B, with few layers, so that it is not all weights."""
+    config = ModelConfig.published("1.7B-Base")
+    config = dataclasses.replace(
+        config,
+        talker=dataclasses.replace(config.talker, num_hidden_layers=3),
+        predictor=dataclasses.replace(config.predictor, num_hidden_layers=3),
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with skeleton():
+            network = Network(config, ("talker", "predictor"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if method == "qlora":
+        swap_layers(network, {"talker": "int4"})
+    network.talker.text_embedding = NoTable(config.talker.text_hidden_size)
+    prepare_network(network, TalkerRecipe(method=method))
+    task = TalkerTask(network, chunk_frames=chunk_frames)
+    optimizer = AdamW({n: p for n, p in task.named_parameters() if p.requires_grad}, AdamOptions(state_bits=8))
+    if is_fused:
+        optimizer.fuse()
+    plan = examples("base")[0].plan
+    batch = collate([Example(plan, codes_of(frames, seed=row)) for row in range(rows)], 2150)
+    # What a batch says of itself stays on the host.
+    counts, on_meta = task.counts(batch), batch.to("meta")
+    with Count([*network.parameters(), *network.buffers(), *optimizer.tensors().values()]) as count:
+        optimizer.begin_step(1e-5)
+        sums = task(on_meta)
+        sum(sums[name] * (weight / counts[name]) for name, weight in task.loss_weights.items()).backward()
+        if not is_fused:
+            optimizer.apply()
+    work = TrainingWork(method, rows, batch.text_at.shape[1], frames, is_fused=is_fused, chunk_frames=chunk_frames)
+    parts = training_bytes(config, work)
+    assert sum(parts.values()) - parts["workspace"] == pytest.approx(count.peak, rel=0.04)
 
 
 @pytest.mark.parametrize("layout", ["1.7B", "0.6B"])
