@@ -6,6 +6,7 @@ is told by the caller.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -100,7 +101,8 @@ class Guard:
         release_cached(self.device)
 
     def lower(self, stage: str, most: int) -> None:
-        """Remembers that a stage may have no more than `most` units at a time."""
+        """Remembers that a stage may have no more than `most` units at a time, and says so."""
+        warnings.warn(f"memory ran out on {self.device}: {stage} goes on with {most} at a time", stacklevel=3)
         if self._trace is not None:
             self._trace.event("out of memory", stage=stage, most=most)
         self.limits.set(stage, most, reach_bytes(self.device))

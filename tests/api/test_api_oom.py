@@ -12,6 +12,7 @@ from sottovoce.memory.limits import default_path
 from sottovoce.types import OutOfMemoryError
 from tests.api.conftest import on_cpu
 
+pytestmark = pytest.mark.filterwarnings("ignore:memory ran out")
 ITEMS = [
     {"text": f"Number {index}, " * (1 + index % 3), "seed": index, "max_frames": 2 + index % 4} for index in range(30)
 ]

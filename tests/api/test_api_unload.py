@@ -20,6 +20,7 @@ from sottovoce.types import OutOfMemoryError, SottovoceError
 from tests.api.conftest import on_cpu, recording
 from tests.api.test_api_close import Thread, resident_bytes, until
 
+pytestmark = pytest.mark.filterwarnings("ignore:memory ran out")
 MIB = 1 << 20
 
 

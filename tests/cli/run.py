@@ -24,7 +24,7 @@ def sottovoce(monkeypatch, tmp_path, capfdbinary) -> Callable[..., Done]:
     """Runs a command line in a fresh folder: exit status, standard output and standard error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in [name for name in os.environ if name.startswith("SOTTOVOCE_")]:
+    for name in [name for name in os.environ if name.startswith("SOTTOVOCE_") and name != "SOTTOVOCE_CACHE"]:
         monkeypatch.delenv(name)
 
     def run(*arguments: object, stdin: bytes = b"") -> Done:

@@ -13,6 +13,7 @@ from sottovoce.compat import DynamicBatchProcessor, Qwen3TTSModel, adaptive_batc
 from sottovoce.types import InputError, OutOfMemoryError
 from tests.tiny import tiny_checkpoint
 
+pytestmark = pytest.mark.filterwarnings("ignore:memory ran out")
 TEXTS = [f"Text number {index}." for index in range(30)]
 
 

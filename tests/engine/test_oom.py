@@ -17,6 +17,7 @@ from sottovoce.memory.oom import Guard
 from sottovoce.types import OutOfMemoryError
 from tests.engine.test_engine import collect, make_lab
 
+pytestmark = pytest.mark.filterwarnings("ignore:memory ran out")
 ROWS, ITEMS = 8, 30
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sottovoce.memory.limits import Limits, default_path, read
 from sottovoce.memory.oom import Guard, forget_frames, is_oom
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:memory ran out")
 
 
 def limits(path, reach_bytes=1000, **about) -> Limits:
@@ -120,11 +124,41 @@ class Scarce:
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 16])
 def test_halving_keeps_order_and_loses_nothing(most):
     guard, work = Guard(CPU), Scarce(most)
+    with pytest.warns(UserWarning, match="memory ran out on cpu: x goes on with") if most < 16 else nullcontext():
+        list(guard.in_parts("x", range(16), Scarce(most), range(1, 17)))
+    guard = Guard(CPU)
     for _ in range(3):  # later rounds know
         got = list(guard.in_parts("x", range(100), work, range(1, 17)))
         assert [item for part, _ in got for item in part] == list(range(100))
         assert [value for _, outcome in got for value in outcome] == list(range(0, 1000, 10))
     assert work.failures == {1: 4, 2: 3, 3: 3, 5: 2, 8: 1, 16: 0}[most]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
+    most=st.integers(1, 400),
+    sizes=st.sampled_from([[1, 2, 4, 8, 16], list(range(1, 13)), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]]),
+)
+def test_any_threshold_of_batch_times_length(lengths, most, sizes):
+    """Who fits alone is served, in order; who does not is named; each giant costs a few failures, the others fewer."""
+    failures = 0
+
+    def work(part):
+        nonlocal failures
+        if len(part) * max(lengths[item] for item in part) > most:
+            failures += 1
+            raise MemoryError
+        return list(part)
+
+    guard, halves = Guard(CPU), len(bin(sizes[-1]))
+    got = list(guard.in_parts("x", range(len(lengths)), work, sizes))
+    assert [item for part, _ in got for item in part] == list(range(len(lengths)))
+    giants = [item for item, length in enumerate(lengths) if length > most]
+    assert [part[0] for part, outcome in got if isinstance(outcome, MemoryError)] == giants
+    assert failures == guard.num_failures <= (len(giants) + 1) * halves
+    failures = 0
+    again = list(guard.in_parts("x", [item for item in range(len(lengths)) if item not in giants], work, sizes))
+    assert not any(isinstance(outcome, Exception) for _, outcome in again) and failures <= halves
 
 
 def test_one_too_big_alone_is_named_and_forgiven():
