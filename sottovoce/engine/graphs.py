@@ -94,7 +94,8 @@ class Launcher:
         work(*static)  # compiles kernels and fills caches, which a capture must not do
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Only this thread must keep from what a capture forbids: others make voices, or look at memory, meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = work(*static)
         return _Captured(graph, static, output)
 

@@ -130,6 +130,20 @@ def test_unloading_during_a_job_leaves_no_second_copy(base_folder, monkeypatch):
         gc.enable()
 
 
+def test_a_model_that_is_forgotten_goes_with_its_last_name(custom_folder):
+    gc.collect()
+    gc.disable()
+    try:
+        tts = on_cpu(custom_folder, max_rows=2)
+        tts.generate("One.", voice="ryan", max_frames=2)
+        network, thread = weakref.ref(tts._driver.engine.network), tts._driver._thread
+        del tts
+        thread.join(10)
+        assert not thread.is_alive() and network() is None
+    finally:
+        gc.enable()
+
+
 def test_unloading_waits_for_recordings_that_are_being_encoded(base_folder):
     tts = on_cpu(base_folder, max_rows=2)
     expected = tts.encode((recording(), 24_000))

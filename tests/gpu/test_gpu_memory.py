@@ -126,6 +126,33 @@ def test_a_trace_shows_card_parts_and_phases(folder, tmp_path):
     assert parts["graphs"] > 0 and lines[-1]["event"] == "end" and lines[-1]["num_ooms"] == 0
 
 
+def test_graphs_are_captured_while_other_threads_use_the_card(folder, tmp_path):
+    """They take memory, copy and look around, which must not end a capture."""
+    has_ended = []
+
+    def meddle():
+        rounds = 0
+        while not has_ended:
+            torch.cuda.empty_cache()
+            torch.randn(1 << 22, device="cuda").sum().item()
+            torch.cuda.mem_get_info()
+            rounds += 1
+        return rounds
+
+    with load(folder, max_rows=16) as tts, recording(tmp_path / "t.jsonl", interval_s=0.001):
+        voice = tts.make_voice((tone(), 24_000), "What I said there.")
+        texts = [{"text": f"Text {index}.", "seed": index, "max_frames": 3 + index} for index in range(16)]
+        other = Thread(meddle)
+        try:
+            together = tts.batch(texts, voice=voice)
+        finally:
+            has_ended.append(True)
+        assert other.wait() > 3
+        alone = tts.batch(texts[:4], voice=voice)
+    for one, same in zip(alone, together, strict=False):
+        assert (one.codes == same.codes).all()
+
+
 def test_the_doctor_strains_the_card():
     from sottovoce.cli.doctor import _cuda
     from sottovoce.cli.doctor_cards import strain
