@@ -132,14 +132,16 @@ def test_graphs_are_captured_while_other_threads_use_the_card(folder, tmp_path):
 
     def meddle():
         rounds = 0
+        held = []
         while not has_ended:
-            torch.cuda.empty_cache()
-            torch.randn(1 << 22, device="cuda").sum().item()
+            held.append(torch.zeros((1 << 20) * (1 + rounds % 40), dtype=torch.uint8, device="cuda"))
+            held[-1].sum().item()
+            del held[:-40]
             torch.cuda.mem_get_info()
             rounds += 1
         return rounds
 
-    with load(folder, max_rows=16) as tts, recording(tmp_path / "t.jsonl", interval_s=0.001):
+    with recording(tmp_path / "t.jsonl", interval_s=0.001), load(folder, max_rows=16) as tts:
         voice = tts.make_voice((tone(), 24_000), "What I said there.")
         texts = [{"text": f"Text {index}.", "seed": index, "max_frames": 3 + index} for index in range(16)]
         other = Thread(meddle)
