@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,9 +40,9 @@ class NoTable(nn.Module):
 @pytest.mark.parametrize(
     "method,rows,frames,chunk_frames,is_fused",
     [
-        ("full", 16, 375, 1500, False),
+        pytest.param("full", 16, 375, 1500, False, marks=pytest.mark.slow),
         ("full", 1, 750, 375, True),
-        ("lora", 1, 750, 128, False),
+        pytest.param("lora", 1, 750, 128, False, marks=pytest.mark.slow),
         ("qlora", 16, 375, 1500, False),
     ],
 )
@@ -119,6 +120,27 @@ def test_the_goals_are_within_reach_by_arithmetic():
     }
     assert total["lora"] < 4 and total["qlora"] < 2.5 and total["full"] < 10 and total["batch"] < 14
     assert total["fused"] < total["full"] - 1.5
+
+
+def test_the_page_tells_what_the_arithmetic_says():
+    page = (Path(__file__).parents[2] / "docs" / "train_talker.md").read_text("utf-8")
+    ways = {
+        "full --state-bits 32 --masters": {"method": "full", "state_bits": 32, "has_masters": True},
+        "full": {"method": "full"},
+        "full --fused": {"method": "full", "is_fused": True},
+        "lora": {"method": "lora"},
+        "qlora": {"method": "qlora"},
+    }
+    for name, options in ways.items():
+        sums = [
+            sum(training_bytes(ModelConfig.published(f"{size}-Base"), work).values()) / GIB
+            for size in ("1.7B", "0.6B")
+            for work in (
+                TrainingWork(rows=1, positions=1000, frames=750, **options),
+                TrainingWork(rows=16, positions=506, frames=375, **options),
+            )
+        ]
+        assert f"| `{name}` | " + " | ".join(f"{total:.1f}" for total in sums) + " |" in page
 
 
 def test_more_of_anything_takes_more():
