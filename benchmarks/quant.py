@@ -5,10 +5,12 @@
 
 check   kernels against whole numbers multiplied in float64, bit for bit, and rows alone against rows in company
 frame   a step of talker and predictor, with sampling, in each format: ms a frame, its floor, its ratio to bfloat16
-layers  each product over as many copies as do not fit the L2 cache: us, bytes a second, share of what a read reaches
+layers  each product, by either kernel where both can do it, over as many copies as do not fit the L2 cache: us, bytes
+        a second, share of what a read reaches
 sweep   tiles of each product; the last lines are overrides for `kernels.quant_tiles.QuantTuning`
 
-Tables for people, one JSON line a result. A part that fails is a row with its error, and the others go on.
+Tables for people, one JSON line a result. A part that fails is a row with its error, and the others go on. Before all,
+helper processes compile what will be used, each its share.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from sottovoce.config import ModelConfig
 from sottovoce.formats import Formats, describe, parse_formats, part_of, stored_bytes
-from sottovoce.kernels import choose, torch_ops, tuning_for
+from sottovoce.kernels import torch_ops, tuning_for
 from sottovoce.kernels.quant_tiles import MatrixTile, QuantTuning, VectorTile
 from sottovoce.kernels.quantized import QuantWeight
 from sottovoce.kernels.triton_quant_ops import TritonQuantOps
@@ -38,6 +40,7 @@ from sottovoce.quant.encode import quantize_rows
 from sottovoce.types import Sampling
 
 DEVICE, DTYPE, EPS = torch.device("cuda"), torch.bfloat16, 1e-6
+MAX_COMPILE_S = 180
 L2_BYTES = 160 << 20  # more than any card caches
 # name, kind, outputs, inputs, has a norm in front
 PRODUCTS = [
@@ -93,23 +96,24 @@ def exact(x: Tensor, weight: QuantWeight) -> Tensor:
 
 
 def check(options) -> Iterator[dict]:
-    for name in ("int8", "int4"):
-        for product, kind, num_out, width, has_norm in PRODUCTS:
-            yield attempt({"product": product, "format": name}, check_product, name, kind, num_out, width, has_norm)
+    cases = ((name, index) for name in ("int8", "int4") for index in (0, 2, 3, 5, 6))
+    for name, index in mine(cases, options):
+        product, *shape = PRODUCTS[index]
+        yield attempt({"product": product, "format": name}, check_product, name, *shape)
 
 
 def check_product(name: str, kind: str, num_out: int, width: int, has_norm: bool) -> dict:
     x, norm, weight, residual = case(kind, num_out, width, 64, name)
     both = make_ops(), make_ops(vector_rows=0)
     wrong = []
-    for batch in (1, 2, 3, 16, 17, 33, 64):
+    for batch in (1, 2, 3, 16, 17, 64):
         for which, ops in enumerate(both):
             if not torch.equal(ops.norm_linear(x[:batch], None, 0.0, weight), exact(x[:batch], weight).to(DTYPE)):
                 wrong.append((batch, ("vector", "matrix")[which] if batch <= 2 else "matrix"))
     arguments = kind, has_norm
     alone = operation(make_ops(), *arguments, x[5:6], norm, weight, residual[5:6])[0]
     in_company = []
-    for batch, place in ((2, 1), (3, 2), (8, 0), (16, 15), (17, 16), (33, 32), (64, 63)):
+    for batch, place in ((2, 1), (3, 2), (16, 0), (17, 16), (64, 63)):
         rolled, others = (t.roll(place - 5, 0)[:batch].contiguous() for t in (x, residual))
         for ops in both:
             if not torch.equal(operation(ops, *arguments, rolled, norm, weight, others)[place], alone):
@@ -139,23 +143,24 @@ def frame_bytes(config: ModelConfig, formats: Formats) -> int:
 
 def frame(options) -> Iterator[dict]:
     bandwidth = read_bandwidth(DEVICE)
-    for size in options.sizes:
-        plain: dict[int, float] = {}
-        for text in options.formats:
-            formats = parse_formats(text)
-            network = random_network(SIZES[size], DEVICE, DTYPE, weights=formats)
-            for batch in options.batches:
-                about = {"size": size, "weights": describe(formats), "batch": batch}
-                row = attempt(about, frame_time, network, batch, options.whole_frames and not formats)
-                if "step_ms" in row:
-                    floor_ms = frame_bytes(network.config, formats) / bandwidth * 1000
-                    plain.setdefault(batch, row["step_ms"])  # of the first format
-                    row |= {"floor_ms": floor_ms, "floor_share": floor_ms / row["step_ms"]}
-                    row["to_first"] = row["step_ms"] / plain[batch]
-                yield row
+    plain: dict[tuple[str, int], float] = {}
+    network, held = None, None
+    cases = ((size, text, batch) for size in options.sizes for text in options.formats for batch in options.batches)
+    for size, text, batch in mine(cases, options):
+        formats = parse_formats(text)
+        if held != (size, text):
             network = None
             gc.collect()
             torch.cuda.empty_cache()
+            network, held = random_network(SIZES[size], DEVICE, DTYPE, weights=formats), (size, text)
+        about = {"size": size, "weights": describe(formats), "batch": batch}
+        row = attempt(about, frame_time, network, batch, options.whole_frames and not formats)
+        if "step_ms" in row:
+            floor_ms = frame_bytes(network.config, formats) / bandwidth * 1000
+            plain.setdefault((size, batch), row["step_ms"])  # of the first format
+            row |= {"floor_ms": floor_ms, "floor_share": floor_ms / row["step_ms"]}
+            row["to_first"] = row["step_ms"] / plain[size, batch]
+        yield row
 
 
 def frame_time(network, batch: int, whole_frames: bool) -> dict:
@@ -193,15 +198,22 @@ def graph_time(run: Callable[[], object], repeats: int = 10) -> float:
 
 def layers(options) -> Iterator[dict]:
     bandwidth = read_bandwidth(DEVICE)
-    for batch in options.batches:
-        for product, kind, num_out, width, has_norm in PRODUCTS:
-            for name in ("none", "int8", "int4"):
-                about = {"product": product, "batch": batch, "format": "bfloat16" if name == "none" else name}
-                yield attempt(about, layer_time, kind, num_out, width, has_norm, batch, name, bandwidth)
+    # A few rows can go either way: one launch that reads weights from L2 for each row, or two launches.
+    ways = {"default": {}, "vector": {"vector_rows": 8}, "matrix": {"vector_rows": 0}}
+    cases = (
+        (batch, index, name, way)
+        for batch in options.batches
+        for index in range(len(PRODUCTS))
+        for name in ("none", "int8", "int4", "fp8")
+        for way in (("vector", "matrix") if name in ("int8", "int4") and batch <= 8 else ("default",))
+    )
+    for batch, index, name, way in mine(cases, options):
+        product, *shape = PRODUCTS[index]
+        about = {"product": product, "batch": batch, "format": "bfloat16" if name == "none" else name, "way": way}
+        yield attempt(about, layer_time, *shape, batch, name, bandwidth, make_ops(**ways[way]))
 
 
-def layer_time(kind, num_out, width, has_norm, batch, name, bandwidth, ops=None) -> dict:
-    ops = ops or choose(torch.cuda.get_device_capability(), DTYPE, True)
+def layer_time(kind, num_out, width, has_norm, batch, name, bandwidth, ops) -> dict:
     x, norm, many, residual = copies(kind, num_out, width, batch, name)
 
     def run() -> None:
@@ -211,12 +223,6 @@ def layer_time(kind, num_out, width, has_norm, batch, name, bandwidth, ops=None)
     seconds = graph_time(run) / len(many)
     rate = many[0].nbytes / seconds
     return {"us": seconds * 1e6, "gb_s": rate / 1e9, "share": rate / bandwidth}
-
-
-def run_once(kind, num_out, width, has_norm, batch, name, ops) -> dict:
-    x, norm, weight, residual = case(kind, num_out, width, batch, name)
-    operation(ops, kind, has_norm, x, norm, weight, residual)
-    return {}
 
 
 def sweep_cases() -> Iterator[tuple]:
@@ -237,21 +243,15 @@ def sweep_cases() -> Iterator[tuple]:
 
 
 def sweep(options) -> Iterator[dict]:
-    """With `options.share`, only compiles its share, into the cache that all processes use."""
-    bandwidth, best = 1.0 if options.share else read_bandwidth(DEVICE), {}
-    share, total = (int(v) for v in options.share.split("/")) if options.share else (0, 1)
-    for number, (index, name, batch, tile) in enumerate(sweep_cases()):
-        if number % total != share:
-            continue
-        product, kind, num_out, width, has_norm = PRODUCTS[index]
+    bandwidth, best = read_bandwidth(DEVICE), {}
+    for index, name, batch, tile in mine(sweep_cases(), options):
+        product, *shape = PRODUCTS[index]
+        kind, num_out, width, _ = shape
         key = kind, name, num_out, width
-        kinds = {VectorTile: "vector_overrides", MatrixTile: "matrix_overrides"}
-        ops = make_ops(vector_rows=1, **{kinds[type(tile)]: {key: tile}})
+        which = "vector_overrides" if isinstance(tile, VectorTile) else "matrix_overrides"
+        ops = make_ops(vector_rows=1, **{which: {key: tile}})
         about = {"product": product, "format": name, "batch": batch, "tile": str(tile)}
-        if options.share:
-            attempt(about, run_once, kind, num_out, width, has_norm, batch, name, ops)
-            continue
-        row = attempt(about, layer_time, kind, num_out, width, has_norm, batch, name, bandwidth, ops)
+        row = attempt(about, layer_time, *shape, batch, name, bandwidth, ops)
         if "us" in row and row["us"] < best.get((batch, key), (1e9, None))[0]:
             best[batch, key] = row["us"], tile
         yield row
@@ -273,14 +273,19 @@ def attempt(about: dict, work: Callable[..., dict], *arguments) -> dict:
 SECTIONS = {"check": check, "frame": frame, "layers": layers, "sweep": sweep}
 
 
+def mine(cases: Iterable, options) -> Iterator:
+    """All cases; in a helper process its share of them."""
+    share, total = (int(number) for number in options.share.split("/")) if options.share else (0, 1)
+    return (case for number, case in enumerate(cases) if number % total == share)
+
+
 def compile_ahead(options) -> None:
-    command = [sys.executable, __file__, "--only", "sweep", "--share"]
-    shares = [f"{i}/{options.workers}" for i in range(options.workers)]
+    begin, command = time.time(), [sys.executable, *sys.argv, "--share"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    begin = time.time()
-    for process in [subprocess.Popen([*command, share], **quiet) for share in shares]:
+    helpers = [subprocess.Popen([*command, f"{i}/{options.workers}"], **quiet) for i in range(options.workers)]
+    for process in helpers:
         try:
-            process.wait(max(1.0, begin + 150 - time.time()))
+            process.wait(max(1.0, begin + MAX_COMPILE_S - time.time()))
         except subprocess.TimeoutExpired:  # the rest compiles when it is needed
             process.kill()
     print(json.dumps({"compiled_s": time.time() - begin}), flush=True)
@@ -292,13 +297,13 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["1.7B"], choices=list(SIZES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 64])
     parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"], help="as --weights; the first is 1")
-    parser.add_argument("--workers", type=int, default=12, help="processes that compile ahead of a sweep")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile ahead; 0: none")
     parser.add_argument("--whole-frames", action="store_true", help="bfloat16 by the persistent CUDA kernel")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.share is None:
         print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
-        if "sweep" in options.only and options.workers:
+        if options.workers:
             compile_ahead(options)
     for name in options.only.split(","):
         rows, begin = [], time.time()

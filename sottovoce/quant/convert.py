@@ -23,7 +23,7 @@ from sottovoce.tensorfile import INDEX, SINGLE, TensorEntry, read_index, read_ro
 from sottovoce.types import CheckpointError, InputError
 
 CONFIG = "config.json"
-BLOCK_BYTES = 16 << 20  # of a tensor that is looked at at a time
+BLOCK_BYTES = 4 << 20  # of a tensor that is looked at at a time
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from sottovoce.formats import GROUP, INT8_COLUMNS
 
+BLOCK_NUMBERS = 1 << 18  # judged at a time: what is computed on the way takes some 30 bytes for each
 FP8_MAX = 448.0  # the largest e4m3 number
 MAX_MULTIPLIER = 127
 # Steps of a group of 4-bit numbers that are tried, as shares of the one that maps the largest weight to -8. More tries
@@ -23,7 +24,9 @@ TRIED_STEPS = (1.0, 0.93, 0.87, 0.8, 1.08)
 
 def quantize_rows(rows: Tensor, name: str) -> dict[str, Tensor]:
     """Rows [n, K] of a matrix, of any dtype, in format `name`: suffix -> piece, each with n rows."""
-    return _ENCODERS[name](rows.float())
+    step = max(1, BLOCK_NUMBERS // rows.shape[1])
+    parts = [_ENCODERS[name](rows[first : first + step].float()) for first in range(0, len(rows), step)]
+    return {suffix: torch.cat([part[suffix] for part in parts]) for suffix in parts[0]}
 
 
 def _int8(rows: Tensor) -> dict[str, Tensor]:
