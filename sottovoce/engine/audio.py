@@ -102,6 +102,11 @@ class AudioStage:
         guard.may_drop(self._voices.clear)
 
     @property
+    def voice_bytes(self) -> int:
+        """Of the states after references that are kept. May be asked from another thread."""
+        return sum(state.nbytes for saved in list(self._voices.values()) for state in saved)
+
+    @property
     def _most(self) -> int:
         """Stream-frames that fit a launch."""
         return self._guard.limits.most("codec", BATCHES[-1] * MAX_CHUNK_FRAMES)

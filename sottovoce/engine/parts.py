@@ -60,11 +60,13 @@ class Parts:
         """May be called from another thread than the engine's."""
         jobs = list(engine._jobs.values())
         prompts = [job.prompt for job in jobs if job.prompt is not None]
-        launchers = [engine.runner.launcher] + ([engine.audio.launcher] if engine.audio is not None else [])
         parts = self.fixed | {
             "prompts": sum(prompt.rows.nbytes + prompt.trailing.nbytes for prompt in prompts),
-            "graphs": sum(launcher.num_bytes for launcher in launchers),
+            "graphs": engine.runner.launcher.num_bytes,
         }
+        if engine.audio is not None and engine.audio.device == self._device:
+            parts["codec_state"] += engine.audio.voice_bytes
+            parts["graphs"] += engine.audio.launcher.num_bytes
         return {part: size for part, size in parts.items() if size}
 
 

@@ -121,8 +121,9 @@ def test_a_trace_shows_card_parts_and_phases(folder, tmp_path):
     parts: dict[str, int] = {}
     for line in samples:
         parts |= line.get("parts", {})
-    for part in ("talker", "talker_tables", "predictor", "predictor_tables", "kv_pages", "slots", "codec_state"):
+    for part in ("talker", "talker_tables", "predictor", "predictor_tables", "kv_pages", "slots"):
         assert parts[part] == planned[part], part
+    assert parts["codec_state"] <= planned["codec_state"]
     assert parts["graphs"] > 0 and lines[-1]["event"] == "end" and lines[-1]["num_ooms"] == 0
 
 
