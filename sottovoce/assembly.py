@@ -30,6 +30,8 @@ from sottovoce.types import OutOfMemoryError
 # What each profile is mostly asked for; the task sets how many rows are of use.
 PROFILE_TASKS = {"realtime": "say", "batch": "batch", "longform": "longform"}
 
+HOST_SHARE = 4  # of what the host has free, the text embedding may take one in so many
+
 
 def place(
     device: str | torch.device | None, device_map: str | DeviceMap | None, folder: Path
@@ -91,6 +93,8 @@ def plan_for(
     asked = None if memory is None else parse_bytes(memory)
     card, free_bytes = look_at(device)
     places: dict[str, str] = {}
+    if device.type != "cpu" and look_at(torch.device("cpu"))[1] < HOST_SHARE * table_bytes(config):
+        places["text_embedding"] = "mapped"  # from the file: the host has no room to spare for it
     if placement is not None:
         others = [torch.device(name) for name in placement.devices if torch.device(name) != device]
         if placement.is_split:
@@ -148,6 +152,11 @@ def build_engine(folder: Path, plan: Plan, device: torch.device, placement: Plac
         kv_dtype=KV_DTYPES[layout.kv_dtype],
         guard=Guard.remembering(device, name),
     )
+
+
+def table_bytes(config: ModelConfig) -> int:
+    """Of the text embedding, as published in bfloat16."""
+    return 2 * config.talker.text_vocab_size * config.talker.text_hidden_size
 
 
 def capacity_of(layout: Layout) -> Capacity:

@@ -322,6 +322,7 @@ def _part_reasons(wish: Wish, layout: Layout, parts: Mapping[str, int]) -> dict[
         "text_projection": layout.formats["text_projection"],
         "speaker_encoder": "bfloat16, for making voices",
         "folded_tables": "embeddings with the predictor's input projection multiplied in; rotations",
+        "half_copies": "the predictor's matrices in half precision beside, which a CPU reads faster (estimate)",
         "codec_decoder": codec,
         "codec_encoder": "float32, for making voices",
         "kv_pages": f"{kv}{layout.num_pages} pages of {layout.page_tokens}: {tokens} positions of {per_token:,} bytes",

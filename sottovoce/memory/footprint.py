@@ -35,6 +35,7 @@ CODEC_CHUNKS = (1, 2, 4, 8)
 CODEC_RING_FRAMES = 16  # codec.fast: room in the ring beyond the window
 CODEC_PASS_FRAMES = 256  # codec.fast: stream-frames worked on at once
 CACHED_VOICES = 16  # engine.audio: states kept of references
+MIN_HALF_SIZE = 1 << 16  # kernels.cpu_product
 
 # Estimates. The first is what torch asks cuBLAS to work in (aten/src/ATen/cuda/CublasHandlePool.cpp): up to Ada, and
 # from Hopper on, where `assembly` asks for no more than before: speaking needs cuBLAS for the text of prompts alone.
@@ -139,6 +140,8 @@ def footprint(
     parts["folded_tables"] = folded_table_bytes(config, layout.dtype) + rope_bytes(
         config, layout.max_positions, layout.dtype
     )
+    if is_cpu and layout.dtype == "float32":
+        parts["half_copies"] = half_copy_bytes(config)
     if has_codec:
         parts["codec_decoder"] = codec_decoder_bytes(codec, layout.codec_dtype, is_fast=is_fast)
         if clones:
@@ -204,6 +207,18 @@ def folded_table_bytes(config: ModelConfig, dtype: str) -> int:
         return 0
     rows = talker.vocab_size + (predictor.num_code_groups - 1) * predictor.vocab_size
     return rows * predictor.hidden_size * DTYPE_BYTES[dtype]
+
+
+def half_copy_bytes(config: ModelConfig) -> int:
+    """Estimate: what a CPU keeps of the predictor's matrices in half precision beside them, as they are read 15 times a
+    frame: those of `kernels.cpu_product.MIN_HALF_SIZE` numbers on, if their values fit."""
+    predictor = config.predictor
+    width, inner, head = predictor.hidden_size, predictor.intermediate_size, predictor.head_dim
+    queries, keys = predictor.num_attention_heads * head, predictor.num_key_value_heads * head
+    layer = (width * (queries + 2 * keys), width * queries, 2 * width * inner, width * inner)
+    matrices = [*layer] * predictor.num_hidden_layers
+    matrices += [predictor.vocab_size * width] * (predictor.num_code_groups - 1)
+    return 2 * sum(size for size in matrices if size >= MIN_HALF_SIZE)
 
 
 def rope_bytes(config: ModelConfig, max_positions: int, dtype: str) -> int:
@@ -295,8 +310,8 @@ def slot_table_bytes(config: ModelConfig, max_rows: int, max_pages: int, dtype: 
 
 
 def prompt_bytes(config: ModelConfig, max_rows: int, dtype: str) -> int:
-    """Estimate: input rows of the requests under way, twice as many as speak at a time."""
-    return 2 * max_rows * PROMPT_ROWS[config.kind == "base"] * config.talker.hidden_size * DTYPE_BYTES[dtype]
+    """Estimate: input rows of the requests that have a place."""
+    return max_rows * PROMPT_ROWS[config.kind == "base"] * config.talker.hidden_size * DTYPE_BYTES[dtype]
 
 
 def codec_state_bytes(config: CodecDecoderConfig, max_slots: int, dtype: str, *, is_fast: bool) -> int:

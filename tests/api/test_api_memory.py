@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from sottovoce import assembly
 from sottovoce.config import CodecConfig
-from sottovoce.memory.cards import CPU
+from sottovoce.memory.cards import CPU, Card
 from sottovoce.memory.describe import describe
+from sottovoce.memory.placement import parse_device_map
 from sottovoce.memory.plan import make_plan
 from sottovoce.model.rowtable import RowTable
 from sottovoce.types import InputError, OutOfMemoryError
@@ -47,6 +49,31 @@ def test_nothing_is_loaded_that_does_not_fit(custom_folder, monkeypatch):
             on_cpu(custom_folder, **options)
     with pytest.raises(OutOfMemoryError, match="-> allow"):
         on_cpu(custom_folder, max_rows=64)
+
+
+@pytest.mark.parametrize("host_bytes, place", [(10**9, "host"), (100_000, "mapped")])
+def test_text_rows_are_where_there_is_room(custom_folder, monkeypatch, host_bytes, place):
+    card = Card("a card", None, (8, 9))
+    monkeypatch.setattr(
+        assembly, "look_at", lambda device: (CPU, host_bytes) if device.type == "cpu" else (card, 10**10)
+    )
+    plan = assembly.plan_for(custom_folder, torch.device("cuda"))
+    assert plan.layout.places["text_embedding"] == place and plan.layout.dtype == "bfloat16"
+    assert plan.memory_bytes == 10**10
+
+
+def test_memory_of_several_devices_counts_together(custom_folder, monkeypatch):
+    monkeypatch.setattr(
+        assembly, "look_at", lambda device: (Card("a card", None, (8, 9)), 10**9 * (1 + (device.index or 0)))
+    )
+    for device_map, free_bytes, codec in (
+        ({"predictor": 1}, 3 * 10**9, "device"),
+        ({"codec": 1}, 10**9, "other"),
+        ({"codec": "cpu"}, 10**9, "cpu"),
+    ):
+        placement = parse_device_map(device_map, 3, "cuda:0")
+        plan = assembly.plan_for(custom_folder, torch.device("cuda:0"), placement=placement)
+        assert plan.memory_bytes == free_bytes and plan.layout.places["codec"] == codec
 
 
 def test_what_is_chosen_for_want_of_memory_is_told(custom, custom_folder, monkeypatch):

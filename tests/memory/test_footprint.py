@@ -12,7 +12,7 @@ from sottovoce.config import CodecConfig, ModelConfig
 from sottovoce.engine import audio, runner, tables
 from sottovoce.engine.request import Capacity
 from sottovoce.formats import PRESETS
-from sottovoce.kernels import choose, select
+from sottovoce.kernels import choose, cpu_product, select
 from sottovoce.memory import footprint as fp
 from sottovoce.memory.probe import DTYPES
 from sottovoce.model.weights import load_codec, load_network
@@ -128,6 +128,7 @@ def test_the_engine_s_constants():
     assert fp.CODEC_RING_FRAMES == fast.MAX_FRAMES
     assert fp.CODEC_PASS_FRAMES == fast.PASS_FRAMES
     assert fp.CACHED_VOICES == audio.MAX_CACHED_VOICES
+    assert fp.MIN_HALF_SIZE == cpu_product.MIN_HALF_SIZE
     for rows in (1, 3, 5, 64, 70):
         capacity, made = Capacity(num_pages=NUM_PAGES, max_rows=rows), layout(max_rows=rows, buckets=(1, 2, 3, 8, 64))
         assert dataclasses.replace(capacity, buckets=made.buckets).batches == list(made.batches)
@@ -218,6 +219,22 @@ def test_keys_and_values_in_eight_bits_take_half():
     config, codec = ModelConfig.published("1.7B-Base"), CodecConfig.published()
     half, full = (fp.footprint(config, codec, layout(kv_dtype=dtype)) for dtype in (fp.KV_FP8, "bfloat16"))
     assert 2 * half["kv_pages"] == full["kv_pages"]
+
+
+def test_copies_in_half_precision_on_a_cpu(folder):
+    network = load_network(folder, dtype=torch.float32)
+    predictor, copies = network.predictor, 0
+    for layer in predictor.decoder.layers:
+        copies += sum(child.weight.numel() for child in layer.children() if isinstance(child, torch.nn.Linear)
+                      and child.weight.numel() >= cpu_product.MIN_HALF_SIZE)  # fmt: skip
+    copies += sum(head.weight.numel() for head in predictor.lm_head if head.weight.numel() >= cpu_product.MIN_HALF_SIZE)
+    assert fp.half_copy_bytes(network.config) == 2 * copies
+    parts = fp.footprint(
+        network.config, CodecConfig.published(),
+        layout(capability=None, dtype="float32", codec_dtype="float32", kv_dtype="float32"),
+    )  # fmt: skip
+    assert parts["half_copies"] == 2 * copies
+    assert fp.half_copy_bytes(ModelConfig.published("1.7B-Base")) == 2 * (78_643_200 + 15 * 2048 * 1024)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
