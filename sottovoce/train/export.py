@@ -133,7 +133,7 @@ def model_card(
 
 def _copy_rest(base: Path, target: Path, codec: Path | None) -> None:
     """Everything but weights, config and card: tokenizer, generation settings, the codec."""
-    weights = {SINGLE, INDEX, "config.json", "README.md", SPEAKER_FILE}
+    weights = {SINGLE, INDEX, "config.json", "README.md"}
     if (base / INDEX).exists():
         weights |= set(read_json(base / INDEX).get("weight_map", {}).values())
     for path in base.iterdir():

@@ -272,10 +272,12 @@ class Loop:
         task.eval()
         with torch.no_grad():
             for index, batch in enumerate(self.validation):
-                if not is_shared or index % ranks.world == ranks.rank:
+                if is_shared and index % ranks.world != ranks.rank:
+                    continue
+                for piece in self._fitting([batch]):
                     seed_all(self.options.seed, index, 0)
-                    _add(sums, {name: float(value) for name, value in task(batch.to(ranks.device)).items()})
-                    _add(counts, task.counts(batch))
+                    _add(sums, {name: float(value) for name, value in task(piece.to(ranks.device)).items()})
+                    _add(counts, task.counts(piece))
         task.train()
         if is_shared:
             sums, counts = ranks.total(sums), ranks.total(counts)

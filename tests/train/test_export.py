@@ -119,6 +119,37 @@ def test_a_run_that_goes_on_ends_in_the_same_export(from_base, tmp_path):
     ).read_bytes()
 
 
+def test_a_fine_tune_is_fine_tuned(from_base, tmp_path):
+    """New speakers join earlier ones, whose rows and speaker encoder stay."""
+    run, _, _ = from_base
+    data = prepared(tmp_path, run / "model", 2, speakers=("Cid",))
+    assert Corpus(data).has_vectors
+    train_talker(run / "model", data, tmp_path / "run", loop=LoopOptions(max_steps=1), is_quiet=True)
+    before, after = ModelConfig.from_folder(run / "model"), ModelConfig.from_folder(tmp_path / "run" / "model")
+    assert set(after.talker.spk_id) == {"ann", "bob", "cid"}
+    assert after.talker.spk_id["ann"] == before.talker.spk_id["ann"]
+    mean = np.mean([Corpus(data).vector(clip) for clip in Corpus(data).clips], axis=0)
+    row = tensors(tmp_path / "run" / "model")[TABLE][after.talker.spk_id["cid"]]
+    torch.testing.assert_close(row.float(), torch.from_numpy(mean), rtol=1e-2, atol=1e-3)
+    assert load_speaker_encoder(tmp_path / "run" / "model") is not None
+
+
+@pytest.mark.parametrize("kind,task", [("base", "clone"), ("base", "icl"), ("voice_design", "design")])
+def test_other_tasks_keep_the_kind(tmp_path, kind, task):
+    base, more = folder_of(kind), {"instruct": "Calm."} if kind == "voice_design" else {}
+    data = prepared(tmp_path, base, 3, speakers=("Ann",), **more)
+    recipe = TalkerRecipe(text_table="trained")
+    options = {"prompts": PromptOptions(task, layout="both"), "recipe": recipe, "loop": LOOP}
+    train_talker(base, data, tmp_path / "run", is_quiet=True, **options)
+    model = tmp_path / "run" / "model"
+    assert (model / "config.json").read_bytes() == (base / "config.json").read_bytes()
+    old, new = tensors(base), tensors(model)
+    assert not torch.equal(old["talker.model.text_embedding.weight"], new["talker.model.text_embedding.weight"])
+    kept = [name for name in old if name.startswith("speaker_encoder.")]
+    assert bool(kept) == (kind == "base") and all(torch.equal(old[name], new[name]) for name in kept)
+    load_network(model)
+
+
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_adapters_are_merged_into_plain_weights(tmp_path, method):
     base = folder_of("custom_voice")

@@ -14,6 +14,7 @@ import torch
 
 from sottovoce.train.loop import LoopOptions
 from sottovoce.train.optim import AdamOptions
+from sottovoce.train.progress import Progress, Table
 from sottovoce.train.states import states
 from sottovoce.types import InputError, OutOfMemoryError, SottovoceError
 from tests.train.toy import ToyBatch, ToyStream, ToyTask, toy_loop
@@ -153,6 +154,33 @@ def test_the_log_goes_on_where_the_state_does(tmp_path):
     assert all(float(row["audio_s_per_s"]) > 0 and int(row["peak_bytes"]) > 0 for row in rows)
     with (tmp_path / "validation.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["2", "4"]
+
+
+def test_validation_is_cut_as_training_is(tmp_path):
+    plain, cut = toy_loop(tmp_path / "a", ToyTask()), toy_loop(tmp_path / "b", ToyTask(), max_tokens=5)
+    rows = [loop.validate(1) for loop in (plain, cut)]
+    assert len(cut.task.tokens) > len(plain.task.tokens) == 2
+    for name in ("loss", "square", "absolute"):
+        assert rows[1][name] == pytest.approx(rows[0][name], rel=1e-5)
+
+
+def test_a_log_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(InputError, match="did you mean 'tensorboard'"):
+        Progress(tmp_path, 0, "tensorbord", is_quiet=True)
+    pytest.importorskip("tensorboard")
+    progress = Progress(tmp_path, 0, "tensorboard", is_quiet=True)
+    progress.add("train", {"step": 1, "loss": 2.0})
+    progress.close()
+    assert list(tmp_path.glob("events.out.*"))
+
+
+def test_columns_may_come_later(tmp_path):
+    table = Table(tmp_path / "log.csv", 0)
+    table.add({"step": 1, "a": 1})
+    table.add({"step": 2, "b": 2})
+    again = Table(tmp_path / "log.csv", 2)
+    again.add({"step": 3, "a": 3})
+    assert (tmp_path / "log.csv").read_text().split() == ["step,a,b", "1,1,", "2,,2", "3,3,"]
 
 
 def test_other_settings_do_not_go_on(tmp_path):
