@@ -109,7 +109,7 @@ def main() -> None:
                 command + ["--uncapped"] * options.uncapped, capture_output=True, text=True, timeout=540
             )
             if done.returncode:
-                print(f"{case}: failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}", flush=True)
+                print(f"{case}: failed: {' | '.join(done.stderr.strip().splitlines()[-4:])}", flush=True)
                 continue
             found = json.loads(done.stdout.splitlines()[-1])
             print(json.dumps({"benchmark": "cap", **found}), flush=True)
