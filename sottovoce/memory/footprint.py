@@ -36,6 +36,7 @@ CODEC_RING_FRAMES = 16  # codec.fast: room in the ring beyond the window
 CODEC_PASS_FRAMES = 256  # codec.fast: stream-frames worked on at once
 CACHED_VOICES = 16  # engine.audio: states kept of references
 MIN_HALF_SIZE = 1 << 16  # kernels.cpu_product
+BLOCK_NUMBERS = 1 << 22  # kernels.quantized: widened at a time where there are no kernels for quantized weights
 
 # Estimates. The first is what torch asks cuBLAS to work in (aten/src/ATen/cuda/CublasHandlePool.cpp): up to Ada, and
 # from Hopper on, where `assembly` asks for no more than before: speaking needs cuBLAS for the text of prompts alone.
@@ -120,6 +121,14 @@ class Layout:
 def has_step_kernels(capability: tuple[int, int] | None, has_triton: bool) -> bool:
     """As `kernels.choose` decides."""
     return capability is not None and has_triton and capability >= (8, 0)
+
+
+def needs_widening(layout: Layout) -> bool:
+    """Whether products with quantized weights go by plain torch: without kernels, and in fp8 on cards before Ada."""
+    used = {name for name in layout.formats.values() if name in FORMATS}
+    if not has_step_kernels(layout.capability, layout.has_triton):
+        return bool(used)
+    return "fp8" in used and layout.capability < (8, 9)
 
 
 def footprint(
@@ -350,7 +359,11 @@ def step_bytes(config: ModelConfig, layout: Layout) -> int:
     widths = 4 * talker.hidden_size + heads * head + 2 * keys + 2 * talker.intermediate_size
     small = 2 * predictor.num_hidden_layers * predictor.num_code_groups * predictor.num_key_value_heads
     numbers = 4 * (3 * talker.vocab_size + talker.hidden_size)  # logits and sums, float32
-    return attention + rows * ((widths + small * predictor.head_dim) * size + numbers)
+    widened = 0
+    if needs_widening(layout):
+        largest = max(2 * part.intermediate_size * part.hidden_size for part in (talker, predictor))
+        widened = min(BLOCK_NUMBERS, largest) * (size + 8)  # beside it, whole numbers and a product in float32
+    return attention + widened + rows * ((widths + small * predictor.head_dim) * size + numbers)
 
 
 def chunk_bytes(config: CodecDecoderConfig, layout: Layout) -> int:

@@ -12,7 +12,7 @@ from sottovoce.config import CodecConfig, ModelConfig
 from sottovoce.engine import audio, runner, tables
 from sottovoce.engine.request import Capacity
 from sottovoce.formats import PRESETS
-from sottovoce.kernels import choose, cpu_product, select
+from sottovoce.kernels import choose, cpu_product, quantized, select
 from sottovoce.memory import footprint as fp
 from sottovoce.memory.probe import DTYPES
 from sottovoce.model.weights import load_codec, load_network
@@ -129,6 +129,7 @@ def test_the_engine_s_constants():
     assert fp.CODEC_PASS_FRAMES == fast.PASS_FRAMES
     assert fp.CACHED_VOICES == audio.MAX_CACHED_VOICES
     assert fp.MIN_HALF_SIZE == cpu_product.MIN_HALF_SIZE
+    assert fp.BLOCK_NUMBERS == quantized.BLOCK_NUMBERS
     for rows in (1, 3, 5, 64, 70):
         capacity, made = Capacity(num_pages=NUM_PAGES, max_rows=rows), layout(max_rows=rows, buckets=(1, 2, 3, 8, 64))
         assert dataclasses.replace(capacity, buckets=made.buckets).batches == list(made.batches)
@@ -219,6 +220,21 @@ def test_keys_and_values_in_eight_bits_take_half():
     config, codec = ModelConfig.published("1.7B-Base"), CodecConfig.published()
     half, full = (fp.footprint(config, codec, layout(kv_dtype=dtype)) for dtype in (fp.KV_FP8, "bfloat16"))
     assert 2 * half["kv_pages"] == full["kv_pages"]
+
+
+def test_quantized_weights_without_kernels_are_widened_in_blocks():
+    def formats(name):
+        return layout().formats | {"talker": name}
+
+    assert not fp.needs_widening(layout(formats=formats("int8"))) and not fp.needs_widening(layout(capability=None))
+    for changes in ({"capability": (7, 5)}, {"capability": None}, {"has_triton": False}):
+        assert fp.needs_widening(layout(formats=formats("int8"), **changes))
+    assert fp.needs_widening(layout(formats=formats("fp8"), capability=(8, 6)))
+    config = ModelConfig.published("1.7B-Base")
+    with_block, without = (
+        fp.step_bytes(config, layout(formats=formats(name), capability=(7, 5))) for name in ("int8", "bfloat16")
+    )
+    assert with_block - without == quantized.BLOCK_NUMBERS * 10
 
 
 def test_copies_in_half_precision_on_a_cpu(folder):
