@@ -98,7 +98,9 @@ def advise(wish: Wish, plan: Plan) -> Iterator[Advice]:
     if wish.card.usable_bytes is None or wish.card.usable_bytes >= enough:
         yield Advice(f"allow {gigabytes(enough)} instead of {gigabytes(plan.memory_bytes)}", {"memory_bytes": enough})
     else:
-        larger = sorted((c for c in CARDS if c.memory_gib), key=lambda card: card.memory_gib)
+        # Cards of other generations may need somewhat less than this one.
+        larger = [card for card in CARDS if (card.usable_bytes or 0) > 0.7 * plan.needed_bytes]
+        larger.sort(key=lambda card: card.memory_gib or 0)
         yield from _tried(wish, [{"card": c.name, "memory_bytes": None} for c in larger])
     if wish.rows is not None:
         fewer = decide(replace(wish, rows=None)).layout.max_rows

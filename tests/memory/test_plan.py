@@ -51,7 +51,7 @@ def plan(name="1.7B-VoiceDesign", **wish):
     return make_plan(CONFIGS[name], CODEC, **wish)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(PUBLISHED), wishes, budgets)
 def test_a_plan_keeps_to_its_budget_and_its_advice_is_good(name, wish, memory_bytes):
     made = plan(name, memory_bytes=memory_bytes, **wish)
@@ -69,7 +69,7 @@ def test_a_plan_keeps_to_its_budget_and_its_advice_is_good(name, wish, memory_by
         assert after.is_feasible, (advice, made)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(PUBLISHED), wishes, budgets, st.integers(0, 20_000_000_000))
 def test_more_memory_never_gives_less(name, wish, memory_bytes, more_bytes):
     less, more = (plan(name, memory_bytes=n, **wish) for n in (memory_bytes, memory_bytes + more_bytes))
@@ -152,7 +152,7 @@ def test_a_wish_for_weights_and_keys_is_followed():
 
 def test_keys_and_values_in_eight_bits_only_where_a_card_converts_them():
     for card, can in ((Card("Ada", None, (8, 9)), True), (Card("Ampere", None, (8, 6)), False)):
-        found = {plan(card=card, memory_bytes=n).layout.kv_dtype for n in range(2 * 10**9, 6 * 10**9, 2 * 10**7)}
+        found = {plan(card=card, memory_bytes=n).layout.kv_dtype for n in range(2 * 10**9, 6 * 10**9, 4 * 10**7)}
         assert ("float8_e4m3fn" in found) == can
 
 
