@@ -12,6 +12,7 @@ import gc
 import math
 import statistics
 import time
+from functools import cache
 
 import torch
 from common import print_table, random_plan
@@ -31,13 +32,16 @@ from sottovoce.train.talker import TalkerTask
 
 GIB = 1 << 30
 FRAMES_PER_S = 12.5
-# name -> (method, clips, seconds of each, is_fused, is_recomputed, goal in GiB for the 1.7B)
+# name -> (method, clips, seconds of each, is_fused, is_recomputed, goal in GiB for the 1.7B). The optimizer of those
+# that end in "_kernel" is a Triton kernel.
 CASES = {
     "lora": ("lora", 1, 60, False, True, 4.0),
     "qlora": ("qlora", 1, 60, False, True, 2.5),
     "full": ("full", 1, 60, False, True, 10.0),
     "full_fused": ("full", 1, 60, True, True, 10.0),
     "full_batch": ("full", 16, 30, False, True, 14.0),
+    "full_kernel": ("full", 1, 60, False, True, 10.0),
+    "full_batch_kernel": ("full", 16, 30, False, True, 14.0),
     "lora_batch": ("lora", 16, 30, False, True, math.nan),
     "lora_plain": ("lora", 1, 60, False, False, math.nan),
 }
@@ -64,10 +68,15 @@ def random_trainable(name: str, method: str, device: torch.device) -> Network:
             setattr(owner, leaf, parameter)
         parameter[slot.start_row : slot.start_row + len(values)] = values
     talker = config.talker
-    table = torch.empty(talker.text_vocab_size, talker.text_hidden_size, dtype=torch.bfloat16)
-    network.talker.text_embedding = RowTable(table.normal_(), device=device)
+    table = text_table(talker.text_vocab_size, talker.text_hidden_size)
+    network.talker.text_embedding = RowTable(table, device=device)
     network.parts |= {"text_embedding"}
     return network
+
+
+@cache
+def text_table(rows: int, width: int) -> torch.Tensor:
+    return torch.empty(rows, width, dtype=torch.bfloat16).normal_()
 
 
 def batch_of(config: ModelConfig, clips: int, seconds: float) -> TalkerBatch:
@@ -88,7 +97,7 @@ def measure(name: str, size: str, device: torch.device, chunk_frames: int, repea
     prepare_network(network, recipe)
     task = TalkerTask(network, chunk_frames=chunk_frames, is_recomputed=is_recomputed)
     parameters = {key: p for key, p in task.named_parameters() if p.requires_grad}
-    optimizer = AdamW(parameters, AdamOptions(state_bits=8))
+    optimizer = AdamW(parameters, AdamOptions(state_bits=8, has_kernel=name.endswith("_kernel")))
     if is_fused:
         optimizer.fuse()
     batch = batch_of(network.config, clips, seconds)

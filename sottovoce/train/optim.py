@@ -25,13 +25,15 @@ MIN_8BIT = 4096  # smaller tensors keep fp32 moments: they save nothing, and nor
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """`weight_decay` acts on matrices that are no embeddings. `rounding` matters only for weights below fp32."""
+    """`weight_decay` acts on matrices that are no embeddings. `rounding` matters only for weights below fp32.
+    `has_kernel` makes steps with 8-bit moments and without masters in one Triton kernel each."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.01
     state_bits: int = 32
     rounding: Literal["master", "stochastic"] = "stochastic"
+    has_kernel: bool = False
 
     def __post_init__(self) -> None:
         if self.state_bits not in (8, 32):
@@ -124,10 +126,25 @@ class AdamW:
         rate = self.learning_rate
         for start, factor in self.factors.items():
             rate *= factor if name.startswith(start) else 1.0
+        if self.options.has_kernel and "first_scale" in state and "master" not in state:
+            self._launch(weights, gradient, state, scale, rate, decay)
+            parameter.grad = None
+            return
         for start in range(0, len(weights), CHUNK):
             part = slice(start, min(start + CHUNK, len(weights)))
             self._update_chunk(weights, gradient[part].float() * scale, state, part, rate, decay)
         parameter.grad = None
+
+    def _launch(
+        self, weights: Tensor, gradient: Tensor, state: dict[str, Tensor], scale: float, rate: float, decay: float
+    ) -> None:
+        from sottovoce.train import triton_adam
+
+        seed = int(torch.randint(0, 1 << 31, ()))  # on the host: nothing waits
+        triton_adam.step(
+            weights, gradient, state, seed=seed, scale=scale, rate=rate, decay=decay, betas=self.options.betas,
+            eps=self.options.eps, num_steps=self.num_steps,
+        )  # fmt: skip
 
     def _update_chunk(
         self, weights: Tensor, slope: Tensor, state: dict[str, Tensor], part: slice, rate: float, decay: float
