@@ -71,7 +71,7 @@ class CodecRecipe:
 
 
 class CodecTask(nn.Module):
-    """See `loop.Task`. `codec` keeps the names of the checkpoint; parameters that are not trained are frozen.
+    """See `task.Task`. `codec` keeps the names of the checkpoint; parameters that are not trained are frozen.
 
     Args:
         slices: how to cut; may be replaced at any time. PLAIN is ordinary autograd.
@@ -126,7 +126,7 @@ class CodecTask(nn.Module):
     def after_step(self, step: int) -> None:
         """Codebooks and averages follow. `step` steps are done now."""
         if self.quantizer is not None and self._phase() != "warmup":
-            self.quantizer.update()
+            self.quantizer.update(step)
         self.num_steps.fill_(step)
         self._step = step
         if self.recipe.ema_decay and step % self.recipe.ema_every == 0:

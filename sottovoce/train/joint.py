@@ -120,7 +120,7 @@ class JointStream:
 
 
 class JointTask(nn.Module):
-    """See `loop.Task`. `codec` has a decoder; what does not move is frozen here."""
+    """See `task.Task`. `codec` has a decoder; what does not move is frozen here."""
 
     def __init__(self, talker: TalkerTask, codec: Codec, options: JointOptions, recipe: CodecRecipe) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
 """The loop that both trainers share: steps, accumulation, validation, out-of-memory, states, early stop.
 
-It knows losses by name only. What is trained is a module whose `forward(batch)` returns all losses as *sums*, and whose
-`counts(batch)` says how many terms each sum has. The loss of a step is the mean over all of its batches on all
-processes, whatever their sizes: sum over sum, so that gradients do not depend on how a step was cut into batches.
+It knows losses by name only. What is trained is a `task.Task`: a module whose `forward(batch)` returns all losses as
+*sums*, and whose `counts(batch)` says how many terms each sum has. The loss of a step is the mean over all of its
+batches on all processes, whatever their sizes: sum over sum, so that gradients do not depend on how a step was cut into
+batches.
 
 Everything random in a step follows from (seed, step, rank), and batch n of the stream from n alone. So a run that
 stopped goes on exactly, and a step that ran out of memory can be done again in smaller pieces.
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,48 +28,10 @@ from sottovoce.train.optim import AdamW
 from sottovoce.train.progress import Progress, Sink, peak_bytes, reset_peak
 from sottovoce.train.ranks import Ranks
 from sottovoce.train.states import load_state, prune, read_about, save_state, states
+from sottovoce.train.task import Batch, Stream
 from sottovoce.types import InputError, OutOfMemoryError, SottovoceError
 
 MAX_BAD_STEPS = 10  # in a row, with gradients that are not finite: then it will not come back by itself
-
-
-class Batch(Protocol):
-    """Some clips. `num_tokens` is what memory grows with (padding included), `audio_s` the seconds of sound."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def audio_s(self) -> float: ...
-    def to(self, device: torch.device) -> Any: ...
-    def split(self) -> tuple[Any, Any] | None:
-        """Two halves, or None for what cannot be cut. The losses and counts of halves add up to those of the whole."""
-        ...
-
-
-class Task(Protocol):
-    """What is trained, an `nn.Module`. Frozen parameters have `requires_grad` False.
-
-    `loss_weights` names the losses that are trained on, with their factors; `forward` may return more, for the log.
-    A task with further state that training changes (averages, codebooks) has `saved_tensors()`, name -> tensor, which
-    are overwritten in place when a run goes on; one that does something after each step has `after_step(step)`; one
-    that gathers statistics in `forward` has `start_step()`, called before a step and before it is done again.
-    """
-
-    loss_weights: Mapping[str, float]
-
-    def counts(self, batch: Any) -> Mapping[str, float]:
-        """Terms in the sum of each loss that `forward` returns; from the batch's shapes, without the device."""
-        ...
-
-    def __call__(self, batch: Any) -> Mapping[str, Tensor]:
-        """The sum of each loss over the batch, on its device."""
-        ...
-
-
-class Stream(Protocol):
-    """An endless row of training batches: batch `index` is the same whenever it is asked for."""
-
-    def __getitem__(self, index: int) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -145,7 +108,7 @@ class Outcome:
 class Loop:
     """
     Args:
-        task: a module, see `Task`; on the ranks' device.
+        task: a module, see `task.Task`; on the ranks' device.
         optimizer: over the task's parameters.
         stream: of training batches. Process r takes batches r, r + world, ...
         folder: for logs and, in `state`, training states. A run whose folder has a state goes on from it.
