@@ -28,9 +28,9 @@ _UPPER = tl.constexpr(0xF0F0F0F0 - (1 << 32))  # the upper four bits of each byt
 
 
 @triton.jit
-def largest_bits(x):
-    """The largest size in x as the bits of a float32; what is not finite is larger than all that is."""
-    return tl.max(x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+def size_bits(x):
+    """Sizes as the bits of float32, which are ordered as they are; what is not finite is larger than all that is."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -87,9 +87,9 @@ def load_inputs(x_ptr, norm_ptr, b, at, K: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def sum_of_squares(x):
+def squares(x):
     x = x.to(tl.float32)
-    return tl.sum((x * x).to(tl.float64))
+    return (x * x).to(tl.float64)
 
 
 @triton.jit
@@ -106,17 +106,18 @@ def combine(high, low, scale):
 
 @triton.jit
 def times_inputs(w, m, high, low, high_up, low_up, INT4: tl.constexpr, DP4A: tl.constexpr):
-    """Two int32 sums [BN] of words w [BN, Q, 4] with input bytes [Q, 4]; int4: of columns p, and of p + 64 (`_up`)."""
+    """Two int32 sums [BN, Q, 2] of words w [BN, Q, 4] with the high and low bytes [Q, 4] of inputs; int4: of those at
+    columns p, and at p + 64 (`_up`)."""
     zero = tl.zeros_like(w)
     if INT4:
         under, upper = (w << 4) & _UPPER, w & _UPPER
         above = tl.sum(dot4(upper, high_up[None], dot4(under, high[None], zero, DP4A), DP4A), 2)
         below = tl.sum(dot4(upper, low_up[None], dot4(under, low[None], zero, DP4A), DP4A), 2)
-        return tl.sum((above >> 4) * m, 1), tl.sum((below >> 4) * m, 1)
+        return tl.join((above >> 4) * m, (below >> 4) * m)
     else:
         above = tl.sum(dot4(w, high[None], zero, DP4A), 2)
         below = tl.sum(dot4(w, low[None], zero, DP4A), 2)
-        return tl.sum(above, 1), tl.sum(below, 1)
+        return tl.join(above, below)
 
 
 @triton.jit
@@ -138,6 +139,28 @@ def load_multipliers(m_ptr, n, quads, N: tl.constexpr, GROUPS: tl.constexpr):
     return tl.load(m_ptr + n[:, None] * GROUPS + group[None], mask=mask, other=0).to(tl.int32)
 
 
+@triton.jit
+def load_extra(extra_ptr, place, n, mask, EPILOGUE: tl.constexpr):
+    """What comes to the sums, asked for before they are made. EPILOGUE: "none", "bias" (extra [N]) or "residual" (extra
+    [B, N])."""
+    if EPILOGUE == "bias":
+        return tl.load(extra_ptr + n, mask=mask, other=0.0).to(tl.float32)
+    elif EPILOGUE == "residual":
+        return tl.load(extra_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    else:
+        return 0.0
+
+
+@triton.jit
+def finish(total, extra, EPILOGUE: tl.constexpr, dtype: tl.constexpr):
+    """The sums in the model's dtype, rounded where the published model rounds."""
+    if EPILOGUE == "bias":
+        total += extra
+    if EPILOGUE == "residual":
+        total = total.to(dtype).to(tl.float32) + extra
+    return total.to(dtype)
+
+
 @triton.jit(do_not_specialize=["next_bytes", "out_stride"])
 def gemv_kernel(
     x_ptr, norm_ptr, w_ptr, m_ptr, s_ptr, extra_ptr, out_ptr, next_ptr, eps, out_stride, next_bytes,
@@ -157,6 +180,7 @@ def gemv_kernel(
         scales_up = tl.load(s_ptr + N + n, mask=n < N, other=0.0)
         m_up = load_multipliers(m_ptr + N * GROUPS, n, quads, N, GROUPS) if INT4 else scales_up
     wait_for_previous(PDL)
+    extra = load_extra(extra_ptr, b * N + n, n, n < N, EPILOGUE)
 
     # Where the inputs of each word's bytes are. int4: columns p in the lower four bits, p + 64 in the upper.
     word = quads[:, None, None] * 4 + tl.arange(0, 4)[None, :, None]
@@ -166,17 +190,11 @@ def gemv_kernel(
     if INT4:
         x_up, weight_up = load_inputs(x_ptr, norm_ptr, b, at + 64, K, NORM)
     if NORM:
-        total = sum_of_squares(x)
-        if INT4:
-            total += sum_of_squares(x_up)
-        rms = inverse_rms(total, eps, K)
+        rms = inverse_rms(tl.sum(squares(x) + squares(x_up) if INT4 else squares(x)), eps, K)
         x = apply_norm(x, rms, weight)
         if INT4:
             x_up = apply_norm(x_up, rms, weight_up)
-    bits = largest_bits(x)
-    if INT4:
-        bits = tl.maximum(bits, largest_bits(x_up))
-    inverse, step = step_of(bits)
+    inverse, step = step_of(tl.max(tl.maximum(size_bits(x), size_bits(x_up)) if INT4 else size_bits(x)))
     numbers = whole(x, inverse)
     high, low = words(high_byte(numbers)), words(low_byte(numbers))
     if INT4:
@@ -184,26 +202,20 @@ def gemv_kernel(
         high_up, low_up = words(high_byte(numbers)), words(low_byte(numbers))
     else:
         high_up, low_up = high, low
-    above, below = times_inputs(w, m, high, low, high_up, low_up, INT4, DP4A)
-    out = combine(above, below, scales * step)
-    if PAIR:
-        above, below = times_inputs(w_up, m_up, high, low, high_up, low_up, INT4, DP4A)
-        out = swiglu(out, combine(above, below, scales_up * step), out_ptr.dtype.element_ty)
+    sums = times_inputs(w, m, high, low, high_up, low_up, INT4, DP4A)
+    if PAIR:  # all sums of a program travel together
+        both = tl.sum(tl.join(sums, times_inputs(w_up, m_up, high, low, high_up, low_up, INT4, DP4A)), 1)
+        sums, sums_up = tl.split(both)
+        above, below = tl.split(sums)
+        above_up, below_up = tl.split(sums_up)
+        gate, up = combine(above, below, scales * step), combine(above_up, below_up, scales_up * step)
+        out = swiglu(gate, up, out_ptr.dtype.element_ty)
     else:
-        out = finish(out, extra_ptr, b * N + n, n, n < N, EPILOGUE, out_ptr.dtype.element_ty)
+        above, below = tl.split(tl.sum(sums, 1))
+        out = finish(combine(above, below, scales * step), extra, EPILOGUE, out_ptr.dtype.element_ty)
     programs = tl.num_programs(0) * tl.num_programs(1)
     prefetch_l2(next_ptr, next_bytes, pid * tl.num_programs(0) + b, programs, PREFETCH)
     tl.store(out_ptr + b * out_stride + n, out, mask=n < N)
-
-
-@triton.jit
-def finish(total, extra_ptr, place, n, mask, EPILOGUE: tl.constexpr, dtype: tl.constexpr):
-    """The sum in the model's dtype. EPILOGUE: "none", "bias" (extra [N]) or "residual" (extra [B, N])."""
-    if EPILOGUE == "bias":
-        total += tl.load(extra_ptr + n, mask=mask, other=0.0).to(tl.float32)
-    if EPILOGUE == "residual":
-        total = total.to(dtype).to(tl.float32) + tl.load(extra_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    return total.to(dtype)
 
 
 @triton.jit
@@ -217,8 +229,8 @@ def whole_rows_kernel(
     wait_for_previous(PDL)
     x, weight = load_inputs(x_ptr, norm_ptr, row, k, K, NORM)
     if NORM:
-        x = apply_norm(x, inverse_rms(sum_of_squares(x), eps, K), weight)
-    inverse, step = step_of(largest_bits(x))
+        x = apply_norm(x, inverse_rms(tl.sum(squares(x)), eps, K), weight)
+    inverse, step = step_of(tl.max(size_bits(x)))
     numbers, place = whole(x, inverse), out_ptr + row * 2 * KP + k
     tl.store(place, high_byte(numbers).to(tl.int8), mask=k < KP)
     tl.store(place + KP, low_byte(numbers).to(tl.int8), mask=k < KP)
@@ -288,6 +300,10 @@ def gemm_kernel(
     let_next_start(PDL)
     scales = tl.load(s_ptr + n, mask=n < N, other=0.0)
     wait_for_previous(PDL)
+    mask = (b < B)[:, None] & (n < N)[None, :]
+    step = tl.load(step_ptr + b, mask=b < B, other=0.0)[:, None]
+    columns = tl.broadcast_to(n[None, :], (BB, BN))
+    extra = load_extra(extra_ptr, b[:, None] * N + n[None, :], columns, mask, EPILOGUE)
     above, below = no_sums(S, BB, BN), no_sums(S, BB, BN)
     if PAIR:
         above_up, below_up = no_sums(S, BB, BN), no_sums(S, BB, BN)
@@ -305,14 +321,11 @@ def gemm_kernel(
         above, below = tl.sum(above, 0), tl.sum(below, 0)
         if PAIR:
             above_up, below_up = tl.sum(above_up, 0), tl.sum(below_up, 0)
-    step = tl.load(step_ptr + b, mask=b < B, other=0.0)[:, None]
-    mask = (b < B)[:, None] & (n < N)[None, :]
     out = combine(above, below, scales[None, :] * step)
     if PAIR:
         scales = tl.load(s_ptr + N + n, mask=n < N, other=0.0)
         out = swiglu(out, combine(above_up, below_up, scales[None, :] * step), out_ptr.dtype.element_ty)
     else:
-        columns = tl.broadcast_to(n[None, :], (BB, BN))
-        out = finish(out, extra_ptr, b[:, None] * N + n[None, :], columns, mask, EPILOGUE, out_ptr.dtype.element_ty)
+        out = finish(out, extra, EPILOGUE, out_ptr.dtype.element_ty)
     prefetch_l2(next_ptr, next_bytes, pid, tl.num_programs(0), PREFETCH)
     tl.store(out_ptr + b[:, None] * out_stride + n[None, :], out, mask=mask)
