@@ -47,10 +47,10 @@ def test_bytes(lab):
 
 def test_speech_begins_alike(lab):
     """The first frame sees little that was rounded; later ones may go other ways."""
-    full, narrow = (run(lab, 4, range(8), kv_dtype)[0] for kv_dtype in (None, FP8))
-    first = [np.mean(full[index][0] == narrow[index][0]) for index in range(8)]
+    full, narrow = (run(lab, 4, range(5), kv_dtype)[0] for kv_dtype in (None, FP8))
+    first = [np.mean(full[index][0] == narrow[index][0]) for index in range(5)]
     assert np.mean(first) > 0.5
-    assert any(not np.array_equal(full[index], narrow[index]) for index in range(8))
+    assert any(not np.array_equal(full[index], narrow[index]) for index in range(5))
     assert all(0 < len(codes) <= MAX_FRAMES for codes in narrow.values())
 
 

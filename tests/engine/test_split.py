@@ -23,16 +23,15 @@ def lab(tmp_path_factory):
     return make_lab(tmp_path_factory, "cpu", "1.7B", torch.float32)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-def test_codes_are_those_of_one_device(lab, monkeypatch, kv_dtype):
+def test_codes_are_those_of_one_device(lab, monkeypatch):
     assert not lies_on_several_devices(lab.network)
-    expected = run(lab, kv_dtype, is_whole=False)
+    expected = run(lab, is_whole=False)
     monkeypatch.setattr(runner, "lies_on_several_devices", lambda network: True)
     empty = step.Pages.empty.__func__
     monkeypatch.setattr(step.Pages, "empty", classmethod(lambda cls, *arguments: apart(empty(cls, *arguments))))
     found = {}
     for indices in ((0, 3), (4,)):
-        codes, engine = run(lab, kv_dtype, indices=indices)
+        codes, engine = run(lab, indices=indices)
         assert isinstance(engine.runner.model, SplitModel) and isinstance(engine.runner.kv.keys, list)
         found |= codes
     same = [np.array_equal(found[index], codes) for index, codes in expected[0].items()]
@@ -56,13 +55,13 @@ def apart(pages):
     return step.Pages(list(pages.keys), list(pages.values))
 
 
-def run(lab, kv_dtype, *, indices=(0, 3, 4), is_whole=True, **capacity):
+def run(lab, *, indices=(0, 3, 4), is_whole=True, **capacity):
     """Codes of requests side by side, or each alone by single operations."""
     rows = 3 if is_whole else 1
     settings = Capacity(**{"num_pages": 40, "max_rows": rows, "lag": 0, **capacity})
     codes = {}
     for group in [indices] if is_whole else [[index] for index in indices]:
-        engine = Engine(lab.network, None, select("cpu", torch.float32), settings, 256, kv_dtype=kv_dtype)
+        engine = Engine(lab.network, None, select("cpu", torch.float32), settings, 256)
         if not is_whole:
             engine.runner.model._whole = None
         for index in group:
