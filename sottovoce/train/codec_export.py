@@ -20,7 +20,7 @@ from sottovoce.codec.codec import Codec
 from sottovoce.config import CodecConfig, read_json
 from sottovoce.manifest import Shape, codec_tensors
 from sottovoce.model.weights import load_codec
-from sottovoce.random_checkpoint import PREPROCESSOR
+from sottovoce.random_checkpoint import PREPROCESSOR, codec_scale
 from sottovoce.tensorfile import SINGLE, TensorEntry, read_index, read_rows, write_tensors
 from sottovoce.types import InputError
 
@@ -41,7 +41,8 @@ def begin(
     Args:
         base: a codec's or a model's folder.
         sample_rate: of the decoder: that of `base`, or twice as much, with one more upsampling block that is new.
-        is_new: the shapes of `base` with PyTorch's initial values and empty codebooks.
+        is_new: the shapes of `base` with random values that keep the size of signals, and empty codebooks. (With
+            PyTorch's own values features shrink layer by layer, and codebooks take long to be used.)
 
     Raises InputError for another rate.
     """
@@ -53,7 +54,7 @@ def begin(
             f"a decoder of {config.output_sample_rate} Hz can be trained for that or for twice as much, not {wanted}",
             field="sample_rate",
         )
-    codec = Codec(config) if is_new else load_codec(base)
+    codec = _fresh(config) if is_new else load_codec(base)
     if wanted != config.output_sample_rate:
         data = doubled(data)
         codec = _widened(codec, CodecConfig.from_dict(data))
@@ -66,6 +67,15 @@ def doubled(data: Mapping[str, Any]) -> dict[str, Any]:
     decoder["upsample_rates"] = [*decoder["upsample_rates"], 2]
     rates = {name: 2 * data[name] for name in ("output_sample_rate", "decode_upsample_rate")}
     return {**data, **rates, "decoder_config": decoder}
+
+
+@torch.no_grad()
+def _fresh(config: CodecConfig) -> Codec:
+    codec = Codec(config)
+    for name, parameter in codec.named_parameters():
+        if not name.endswith(("embed_sum", "embedding_sum", "cluster_usage", ".alpha", ".beta")):
+            parameter.normal_(*codec_scale(name, tuple(parameter.shape)))
+    return codec
 
 
 def _widened(codec: Codec, config: CodecConfig) -> Codec:

@@ -33,7 +33,7 @@ class TrainedQuantizer(nn.Module):
     """
     Args:
         codec: with both halves; its codebooks are changed in place by `update`.
-        decay: of the running averages, a step.
+        decay: of the running averages, a step. Codebooks that begin empty forget faster at first, since features move.
     """
 
     def __init__(self, codec: Codec, decay: float = 0.99) -> None:
@@ -48,6 +48,7 @@ class TrainedQuantizer(nn.Module):
         self._books = [book for chain, _ in self._chains for book in chain.codebooks()]
         self._copies = [book for _, chain in self._chains for book in chain.codebooks()]
         self._is_new: list[bool] | None = None  # whether each still lacks values; known when training begins
+        self._began_empty = not bool(self._books[0].embed_sum.any())
         size, width = self._books[0].embed_sum.shape
         self.register_buffer("counts", torch.zeros(len(self._books), size), persistent=False)
         self.register_buffer("sums", torch.zeros(len(self._books), size, width), persistent=False)
@@ -73,7 +74,7 @@ class TrainedQuantizer(nn.Module):
                 residual = x - total
                 flat = residual.detach().flatten(0, 1).float()
                 if self.training and self._is_new[index]:
-                    self._begin(index, flat[sample])
+                    self._begin(index, flat[sample], weights.sum())
                 table = book.table()
                 chosen = torch.cdist(flat, table).argmin(-1)
                 if self.training:
@@ -89,16 +90,18 @@ class TrainedQuantizer(nn.Module):
         return Quantized(outputs[0] + outputs[1], torch.stack(codes, dim=1), commitment / len(self._books))
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Moves the codebooks by what `forward` has assigned since `start_step`, on all processes together."""
+    def update(self, step: int) -> None:
+        """Moves the codebooks by what `forward` has assigned since `start_step`, on all processes together. `step`
+        steps have been done."""
+        decay = min(self.decay, step / (step + 10)) if self._began_empty else self.decay
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(self.counts)
             torch.distributed.all_reduce(self.sums)
             torch.distributed.broadcast(self.kept, 0)
         for index, book in enumerate(self._books):
             usage, total = book.cluster_usage, book.embed_sum
-            usage.lerp_(self.counts[index], 1 - self.decay)
-            total.lerp_(self.sums[index], 1 - self.decay)
+            usage.lerp_(self.counts[index], 1 - decay)
+            total.lerp_(self.sums[index], 1 - decay)
             mean = usage.mean()
             is_unused = usage < MIN_SHARE * mean
             fresh = self.kept[index][torch.arange(len(usage), device=usage.device) % KEPT_VECTORS]
@@ -114,15 +117,17 @@ class TrainedQuantizer(nn.Module):
             copy.cluster_usage.copy_(book.cluster_usage)
 
     @torch.no_grad()
-    def _begin(self, index: int, vectors: Tensor) -> None:
+    def _begin(self, index: int, vectors: Tensor, num_frames: Tensor) -> None:
         """A codebook without values takes those of the first batch, spread a little where the batch has too few."""
         book = self._books[index]
         drawn = vectors[torch.randint(len(vectors), (len(book.embed_sum),), device=vectors.device)]
-        book.embed_sum.copy_(drawn + 0.01 * vectors.std() * torch.randn_like(drawn))
-        book.cluster_usage.fill_(1)
+        usage = (num_frames / len(drawn)).clamp(min=1e-3)  # as if all had been used alike
+        book.embed_sum.copy_((drawn + 0.01 * vectors.std() * torch.randn_like(drawn)) * usage)
+        book.cluster_usage.copy_(usage.expand_as(book.cluster_usage))
         self._is_new[index] = False
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.broadcast(book.embed_sum, 0)
+            torch.distributed.broadcast(book.cluster_usage, 0)
 
 
 def perplexity(codes: Tensor, size: int) -> Tensor:

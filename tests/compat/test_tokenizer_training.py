@@ -29,7 +29,7 @@ def test_losses_fall_and_decoding_follows(tokenizer, folder, tmp_path):
     tokenizer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(tokenizer.model.parameters(), lr=1e-3)
     losses = []
-    for _ in range(6):
+    for _ in range(4):
         loss = tokenizer(audio).loss
         loss.backward()
         optimizer.step()
@@ -50,11 +50,11 @@ def test_the_switch_keeps_gradients_and_saves_memory(folder):
         tokenizer = Qwen3TTSTokenizer.from_pretrained(str(folder), device_map="cpu")
         assert not tokenizer.model.is_gradient_checkpointing
         if is_on:
-            tokenizer.model.gradient_checkpointing_enable({"memory": "66MiB"})
+            tokenizer.model.gradient_checkpointing_enable({"memory": "65MiB"})
         tokenizer.model.train()
 
         def step(tokenizer=tokenizer):
-            tokenizer([sound(1920 * 30)], sr=24_000).loss.backward()
+            tokenizer([sound(1920 * 16)], sr=24_000).loss.backward()
 
         peaks[is_on] = peak_bytes(step)
         grads[is_on] = {n: p.grad for n, p in tokenizer.model.named_parameters() if p.grad is not None}

@@ -15,7 +15,7 @@ def only(*names):
 
 
 def test_recomputing_takes_less_and_slices_least(sottovoce):  # noqa: F811
-    work = ("--width", "64", "--seconds", "1.2", "--memory", "30MB", *only("plain", "blocks", "8-bit fused"))
+    work = ("--width", "64", "--seconds", "0.8", "--memory", "30MB", *only("plain", "blocks", "8-bit fused"))
     done = sottovoce(*COMMON, *work, "--json")
     rows = {row["variant"]: row for row in map(json.loads, done.out.splitlines())}
     assert done.status == 0 and len(rows) == 3 and rows["plain"]["grad_error"] == 0
@@ -25,13 +25,13 @@ def test_recomputing_takes_less_and_slices_least(sottovoce):  # noqa: F811
 
 
 def test_every_variant_has_the_gradients_of_the_first(sottovoce):  # noqa: F811
-    done = sottovoce(*COMMON, "--width", "32", "--seconds", "0.2", "--json", *only("lean", "RowTable", "bf16"))
+    done = sottovoce(*COMMON, "--width", "16", "--seconds", "0.1", "--json", *only("lean", "RowTable", "bf16"))
     rows = [json.loads(line) for line in done.out.splitlines()]
     assert len(rows) == 3 and all(row["grad_error"] < (0.1 if "bf16" in row["variant"] else 1e-4) for row in rows)
 
 
 def test_a_table_for_people_and_unknown_names(sottovoce):  # noqa: F811
-    done = sottovoce(*COMMON, "--width", "32", "--seconds", "0.1", *only("8-bit fused"))
+    done = sottovoce(*COMMON, "--width", "16", "--seconds", "0.1", *only("8-bit fused"))
     text = done.out.decode()
     assert "peak GiB" in text and "slices + 8-bit fused" in text and "plain" not in text
     assert sottovoce(*COMMON, "--only", "nothing").status == 2

@@ -62,7 +62,7 @@ def test_the_official_package_loads_it_and_decodes_the_same(base, tmp_path, is_n
     assert ours.shape == (1, 6 * 1920 * sample_rate // 24_000)
     with torch.no_grad():
         theirs = official(folder).decoder(codes(folder))[:, 0]
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-4)
     assert json.loads((folder / "config.json").read_text())["output_sample_rate"] == sample_rate
 
 

@@ -59,7 +59,7 @@ def test_averages_by_hand_and_frames_that_do_not_count(codec):
     quantizer.start_step()
     codes = quantizer(features, is_valid).codes
     quantizer(features, is_valid)  # a second micro-batch
-    quantizer.update()
+    quantizer.update(step=100)
     with torch.no_grad():
         x = codec.encoder.quantizer.semantic_residual_vector_quantizer.input_proj(features).transpose(1, 2)
     counts, sums = torch.zeros(64), torch.zeros(64, 16)
@@ -88,11 +88,11 @@ def test_codebooks_from_nothing_fill_up_and_follow_their_data(codec):
     quantizer = TrainedQuantizer(codec, decay=0.8)
     torch.manual_seed(0)
     losses = []
-    for _ in range(30):
+    for step in range(30):
         features = torch.randn(8, 32, 100)
         quantizer.start_step()
         quantized = quantizer(features, everywhere(features))
-        quantizer.update()
+        quantizer.update(step + 1)
         losses.append(float(quantized.commitment.detach()))
     assert losses[-1] < 0.9 * losses[1]
     assert (perplexity(quantized.codes, 64) > 32).all()
@@ -106,7 +106,7 @@ def test_unused_codes_begin_again_at_vectors_of_the_batch(codec):
     book.embed_sum.data[7] = 100.0
     features = torch.randn(4, 32, 50)
     quantizer(features, everywhere(features))
-    quantizer.update()
+    quantizer.update(step=100)
     assert book.table()[7].abs().max() < 10 and book.cluster_usage[7] > 0.5
 
 

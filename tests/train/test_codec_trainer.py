@@ -12,10 +12,12 @@ from sottovoce.audio.io import read_audio, write_audio
 from sottovoce.config import CodecConfig
 from sottovoce.model.weights import load_codec
 from sottovoce.train.codec import CodecRecipe
+from sottovoce.train.codec_export import export_codec
 from sottovoce.train.codec_judge import judge, means
-from sottovoce.train.codec_trainer import ADAM, train_codec
+from sottovoce.train.codec_trainer import train_codec
 from sottovoce.train.loop import LoopOptions
 from tests.cli.run import sottovoce  # noqa: F401, the fixture
+from tests.codec.tiny_codec import tiny_dict
 from tests.tiny import tiny_checkpoint
 
 OPTIONS = LoopOptions(max_steps=2, learning_rate=1e-4, warmup_steps=1, validate_every=2, save_every=2)
@@ -111,18 +113,24 @@ def test_scores():
 
 
 @pytest.mark.slow
-def test_a_codec_from_nothing_learns(base, tmp_path):
+@pytest.mark.timeout(1200)
+def test_a_codec_from_nothing_learns(tmp_path):
+    data = tiny_dict(
+        decoder_config={"codebook_size": 256, "decoder_dim": 64},
+        encoder_config={"codebook_size": 256, "num_filters": 8},
+    )
+    base = export_codec({}, data, tmp_path / "base")  # shapes alone count
     folder = tmp_path / "sounds"
     folder.mkdir()
-    for index in range(40):
+    for index in range(30):
         write_audio(folder / f"{index}.wav", voice(3.0, 24_000, index), 24_000)
-    options = dataclasses.replace(OPTIONS, max_steps=300, learning_rate=1e-3, validate_every=100, save_every=300)
+    options = dataclasses.replace(OPTIONS, max_steps=200, learning_rate=1e-3, validate_every=200, save_every=200)
     train_codec(
-        base, folder, tmp_path / "run", recipe=CodecRecipe("all", ema_decay=0.9), loop=options, adam=ADAM, rows=8,
-        piece_s=0.64, is_new=True, is_quiet=True,
+        base, folder, tmp_path / "run", recipe=CodecRecipe("all", ema_decay=0.9), loop=options, rows=4, piece_s=0.64,
+        is_new=True, is_quiet=True,
     )  # fmt: skip
     losses = [float(row["loss"]) for row in rows_of(tmp_path / "run" / "train.csv")]
     quality = rows_of(tmp_path / "run" / "previews" / "quality.csv")[-1]
-    print(f"loss {np.mean(losses[:10]):.2f} -> {np.mean(losses[-10:]):.2f}", quality)
-    assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:10])
-    assert float(quality["least_perplexity"]) > 20  # of 2048, on a few seconds
+    print([round(float(np.mean(losses[i : i + 20])), 1) for i in range(0, 200, 20)], quality)
+    assert np.mean(losses[-20:]) < 0.8 * np.mean(losses[:20])
+    assert float(quality["perplexity"]) > 12 and float(quality["least_perplexity"]) > 3  # of 38 frames, 2 clips at most

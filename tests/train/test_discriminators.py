@@ -7,7 +7,7 @@ from sottovoce.train.discriminators import Discriminators, discriminator_loss, g
 
 def small(seed: int = 0) -> Discriminators:
     torch.manual_seed(seed)
-    return Discriminators(width=2, periods=(2, 3), windows=(128, 64))
+    return Discriminators(width=2, periods=(2,), windows=(64,))
 
 
 def waves() -> tuple[torch.Tensor, torch.Tensor]:

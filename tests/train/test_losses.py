@@ -45,7 +45,7 @@ def reference(wave, target, options: SpectralOptions):
     return torch.stack([sums[name] for name in ("mel", "stft", "wave")])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(batch=st.integers(1, 3), length=st.integers(1, 1500), piece=st.integers(1, 1000))
 def test_pieces_are_the_whole(batch, length, piece):
     wave, target = waves(batch, length)
@@ -95,12 +95,12 @@ def test_what_is_behind_a_clip_does_not_count(shorter):
 
 
 def test_memory_follows_the_piece():
-    loss = ReconstructionLoss(piece_samples=1 << 13)
+    loss = ReconstructionLoss(piece_samples=1 << 12)
 
     def train(length):
         wave, target = torch.randn(2, 1, length).unbind()
         wave.requires_grad_()
         return lambda: loss(wave, target)["mel"].backward()
 
-    short, long = (peak_bytes(train(length)) for length in (1 << 15, 1 << 16))
-    assert long - short <= 1.2 * 4 * (1 << 15) * 2  # the gradient, which autograd may copy
+    short, long = (peak_bytes(train(length)) for length in (1 << 14, 1 << 15))
+    assert long - short <= 1.2 * 4 * (1 << 14) * 2  # the gradient, which autograd may copy

@@ -59,8 +59,8 @@ def same(ours: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("is_lean", [False, True])
-@settings(max_examples=8, deadline=None)
-@given(batch=st.integers(1, 3), length=st.integers(2, 40), steps=st.integers(1, 40), rows=st.integers(1, 3))
+@settings(max_examples=5, deadline=None)
+@given(batch=st.integers(1, 3), length=st.integers(2, 25), steps=st.integers(1, 25), rows=st.integers(1, 3))
 def test_decoder(is_lean, batch, length, steps, rows):
     decoder = codec().decoder
     torch.manual_seed(length)
@@ -117,7 +117,7 @@ def test_gradients_arrive_once_a_pass_and_grad_can_be_asked_for_alone():
 
 
 def test_memory_follows_the_slice_not_the_clip():
-    decoder = random_codec(decoder_config={"decoder_dim": 32}).decoder.train().requires_grad_(True)
+    decoder = random_codec(decoder_config={"decoder_dim": 16}).decoder.train().requires_grad_(True)
 
     def train(length: int, slices: Slices | None) -> int:
         latents = torch.randn(1, 32, length)
@@ -129,9 +129,9 @@ def test_memory_follows_the_slice_not_the_clip():
 
         return peak_bytes(work)
 
-    plain, short, long = train(120, None), train(60, Slices(10, 1)), train(120, Slices(10, 1))
+    plain, short, long = train(80, None), train(40, Slices(10, 1)), train(80, Slices(10, 1))
     tail_elements = sum(t.numel() for t in zero_tails(decoder.decoder, 1, "cpu", torch.float32))
-    whole_clip_bytes = 4 * 60 * (3 * 480 + 2 * 32) + 4 * tail_elements * 60 // 10  # waves, latents, states at borders
+    whole_clip_bytes = 4 * 40 * (3 * 480 + 2 * 32) + 4 * tail_elements * 40 // 10  # waves, latents, states at borders
     assert long - short <= 1.1 * whole_clip_bytes
     assert long < plain / 4
 
