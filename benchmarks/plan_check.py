@@ -66,6 +66,7 @@ def run(plan: Plan, name: str, frames: int, device: torch.device) -> dict:
         network, AudioStage(decoder), select(device, DTYPES[layout.dtype]), capacity_of(layout), layout.max_positions,
         kv_dtype=KV_DTYPES[layout.kv_dtype],
     )  # fmt: skip
+    release_cached(device)
     engine.warm_up()
     for row in range(layout.max_rows):
         engine.add(row, random_plan(network.config, seed=row), Sampling(min_new_frames=frames), row, frames)

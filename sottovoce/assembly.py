@@ -22,7 +22,7 @@ from sottovoce.memory.footprint import CUBLAS_SETTING, Layout
 from sottovoce.memory.oom import Guard
 from sottovoce.memory.placement import DeviceMap, Placement, parse_device_map
 from sottovoce.memory.plan import Plan, gigabytes, make_plan, parse_bytes
-from sottovoce.memory.probe import DTYPES, KV_DTYPES, look_at, pick_device
+from sottovoce.memory.probe import DTYPES, KV_DTYPES, look_at, pick_device, release_cached
 from sottovoce.model.rowtable import load_text_rows
 from sottovoce.model.weights import load_codec, load_network
 from sottovoce.types import OutOfMemoryError
@@ -127,7 +127,7 @@ def plan_for(
 
 
 def build_engine(folder: Path, plan: Plan, device: torch.device, placement: Placement | None = None) -> Engine:
-    """Loads what the plan says, the codec first: what it takes while it is folded is free again before the rest comes.
+    """Loads what the plan says, the codec first: what it takes while it is folded is given back before the rest comes.
 
     `placement` as it was planned with. Raises CheckpointError for files that are incomplete or do not fit each other.
     """
@@ -135,6 +135,7 @@ def build_engine(folder: Path, plan: Plan, device: torch.device, placement: Plac
     if device.type == "cuda":  # before a first product asks for its workspace; training in this process has it as well
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_SETTING)
     audio = audio_stage(folder, layout, device if placement is None else torch.device(placement.codec))
+    release_cached(device)
     has_text = layout.is_here("text_embedding")
     parts = ("talker", "predictor", *(("text_embedding",) if has_text else ()))
     dtype, quantized = DTYPES[layout.dtype], plan.quantized
@@ -143,7 +144,7 @@ def build_engine(folder: Path, plan: Plan, device: torch.device, placement: Plac
     if not has_text:
         load_text_rows(network, folder, is_mapped=layout.places["text_embedding"] == "mapped")
     name = f"{plan.kind} {network.config.size}, {plan.weights}, {layout.dtype}, {layout.max_rows} rows"
-    return Engine(
+    engine = Engine(
         network,
         audio,
         select(device, dtype),
@@ -152,6 +153,8 @@ def build_engine(folder: Path, plan: Plan, device: torch.device, placement: Plac
         kv_dtype=KV_DTYPES[layout.kv_dtype],
         guard=Guard.remembering(device, name),
     )
+    release_cached(device)  # what stacking and folding left behind
+    return engine
 
 
 def table_bytes(config: ModelConfig) -> int:
