@@ -7,7 +7,7 @@ is launched by itself. For models that fit nowhere whole: a copy on each device 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +35,8 @@ class SplitModel(StepModel):
     """As `StepModel`; `ops` are those of the home device, where the talker's head is."""
 
     def __init__(self, network: Network, ops: Ops, max_positions: int) -> None:
+        ops = replace(ops, frame=None)  # a frame in one piece is of one device
         super().__init__(network, ops, max_positions)
-        self._whole = None
         self._places = [layer.input_norm.device for layer in self.layers]
         self._predictor_place = self.predictor.norm.device
         devices = {*self._places, self._predictor_place}
