@@ -106,7 +106,7 @@ def make_engine(
     *,
     tokens_a_row: int = 1024,
     use_graphs: bool = True,
-    whole_frames: bool = False,
+    whole_frames: bool = True,
 ) -> Engine:
     """An engine for `rows` requests at once; without a codec it gives codes only. `whole_frames`: `kernels.select`."""
     weight = network.talker.codec_head.weight

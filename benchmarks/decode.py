@@ -1,7 +1,7 @@
 """Milliseconds a frame, by batch: this engine on random weights of the published shapes, beside the hardware's floor.
 
     python benchmarks/decode.py [--sizes 1.7B 0.6B] [--batches 1 2 4 8 16 32 64] [--frames 100] [--dtype bfloat16]
-        [--whole-frames]
+        [--no-whole-frames]
 
 Rows: the talker and predictor step alone (graph replays), the codec alone (chunks of 8 frames), and the whole engine,
 codec included. `floor_share` is the time to read all weights once, at the read bandwidth measured here, over the time
@@ -86,14 +86,14 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--frames", type=int, default=100)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--whole-frames", action="store_true", help="use the persistent CUDA kernel")
+    parser.add_argument("--no-whole-frames", action="store_true", help="without the persistent CUDA kernel")
     options = parser.parse_args()
     device = torch.device("cuda")
     print(torch.cuda.get_device_name(device), "torch", torch.__version__)
     rows = []
     for size in options.sizes:
         dtype = getattr(torch, options.dtype)
-        rows += measure(size, options.batches, options.frames, dtype, device, options.whole_frames)
+        rows += measure(size, options.batches, options.frames, dtype, device, not options.no_whole_frames)
     print_table(rows)
 
 

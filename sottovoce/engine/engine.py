@@ -238,8 +238,12 @@ class Engine:
                 time.sleep(idle_s)
         return events
 
+    def _is_starting(self) -> bool:
+        """Whether somebody's first frame is under way: what is launched behind it would keep its audio waiting."""
+        return self.audio is not None and any(0 in step.frames for step, _ in self._in_flight)
+
     def _fill(self) -> None:
-        while len(self._in_flight) <= self.capacity.lag:
+        while len(self._in_flight) <= (0 if self._is_starting() else self.capacity.lag):
             step = self.scheduler.schedule(self._clock())
             if step is None:
                 return

@@ -24,7 +24,7 @@ from sottovoce.kernels.tables import Limits, PredictorWeights, SampleRows, Talke
 MAX_BATCH = 64
 CHUNK = 512  # positions of one block's share of a long row (attention.cuh)
 _HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
-_HEADERS = "base.cuh", "linear.cuh", "attention.cuh", "sample.cuh"
+_HEADERS = "base.cuh", "linear_staged.cuh", "linear.cuh", "attention.cuh", "sample.cuh"
 _SOURCES = (*_HEADERS, "frame.cu")
 
 
@@ -56,7 +56,7 @@ class Variant:
     @property
     def max_tiles(self) -> int:
         """Tiles whose sums fit the registers."""
-        return 12 if self.octets <= 2 else 4
+        return 12 if self.octets <= 2 else 6
 
     def share(self, num_rows: int) -> int:
         """Tiles of 8 weight rows that a block takes of a projection."""
@@ -74,9 +74,9 @@ class Variant:
         values = {
             "GRID": self.grid,
             "OCTETS": self.octets,
-            "DEPTH": 16,
+            "DEPTH": 8 if self.octets == 8 else 16,
+            "STAGED": int(self.octets > 2),
             "FUSED": int(self.is_fused),
-            "SUM_BYTES": self.max_tiles * self.octets * 2048,
             "MAX_TILES": self.max_tiles,
             "MAX_PIECES": self.num_pieces,
             "D": self.width,
@@ -177,6 +177,7 @@ class FrameKernel:
             *(empty(tokens, variant.width) for _ in range(2)),
             empty(tokens, max(variant.inner, variant.small_inner)),
             empty(batch, max(variant.vocab, variant.codes)),
+            empty(tokens, max(variant.width, variant.small_width)),
             empty(batch, 2, variant.small_width),
             *(empty(variant.small_layers, batch, 16, _KV_HEADS, _HEAD_DIM) for _ in range(2)),
             torch.empty(batch * _HEADS * max_chunks * (_HEAD_DIM + 2), dtype=torch.float32, device=x.device),
@@ -234,7 +235,7 @@ class FrameKernel:
             eps=t.eps,
             grid=128 if 128 <= cores < 192 else cores,  # the published widths divide by 128 tiles
             octets=octets,
-            is_fused=batch <= 2,
+            is_fused=batch == 1,
             is_profiled=is_profiled,
         )
 

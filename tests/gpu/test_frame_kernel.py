@@ -1,12 +1,13 @@
 """The one-launch frame against the torch twins: codes, keys, next inputs, and bits that no company changes."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
 from sottovoce.kernels import torch_ops
-from sottovoce.kernels.cuda_frame import FrameKernel
+from sottovoce.kernels.cuda_frame import FrameKernel, compiled
 from sottovoce.kernels.predictor import predict
 from sottovoce.kernels.tables import Embed, LayerWeights, Limits, PredictorWeights, SampleRows, TalkerWeights
 
@@ -72,7 +73,11 @@ def model(request):
         sin=rope(16)[1],
         eps=EPS,
     )
-    return talker, predictor, FrameKernel(talker, predictor)
+    kernel = FrameKernel(talker, predictor)
+    with ThreadPoolExecutor() as pool:  # a compilation takes seconds
+        builds = {kernel.variant(rows, PAGE) for rows in (1, 2, 9, 17, 33)}
+        list(pool.map(lambda build: compiled(build, torch.cuda.get_device_capability()), builds))
+    return talker, predictor, kernel
 
 
 class Batch:
@@ -185,11 +190,13 @@ def test_equals_the_twin(model, num_rows):
     assert (keys[:, -1].float() - exact_keys).norm() / exact_keys.norm() < 2e-2
     assert seen.gather(1, codes[:, :1]).all()
     rows, limits = batch.picked(pick)
+    others = 0
     for book, scores in enumerate(logits):
         out = torch.empty(num_rows, dtype=torch.int64, device="cuda")
         torch_ops.sample(scores, rows, book, out, limits=limits if book == 0 else None)
-        # The twin draws by the same noise, so codes differ only where two scores are nearly equal.
-        assert (out != codes[:, book]).float().mean() <= max(0.1, 1 / num_rows - 1e-6)
+        others += int((out != codes[:, book]).sum())
+    # The twin draws by the same noise, so codes differ only where two scores are nearly equal.
+    assert others <= max(1, codes.numel() // 10)
     assert (codes[:, 0] < CODES).logical_or(codes[:, 0] == EOS).all()
     assert (codes[rows.frame < 3, 0] != EOS).all()
 

@@ -90,7 +90,7 @@ struct Sixteen {
   __device__ __forceinline__ static int value_position(int i) { return 2 * (threadIdx.x & 3) + (i & 1) + (i >> 1) * 8; }
 
   template <class Place>
-  __device__ __forceinline__ void load(const u16* keys, const u16* values, const Place& place) {
+  __device__ __forceinline__ void load_keys(const u16* keys, const Place& place) {
     const int row = (threadIdx.x & 31) >> 2, column = (threadIdx.x & 3) * 8;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -98,6 +98,10 @@ struct Sixteen {
 #pragma unroll
       for (int b = 0; b < 4; b++) key[i][b] = at < 0 ? make_uint4(0, 0, 0, 0) : load_shared_l2(keys + at + 32 * b + column);
     }
+  }
+  template <class Place>
+  __device__ __forceinline__ void load_values(const u16* values, const Place& place) {
+    const int row = (threadIdx.x & 31) >> 2;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const i64 at = place(value_position(i));
@@ -135,23 +139,20 @@ struct Sixteen {
 #pragma unroll
     for (int i = 0; i < 4; i++) s[i] = (c[0][i] + c[1][i]) * 0.08838834764831845f;
   }
-  // sums[h][j] += weights p (as `score` gives scores) times values; rows 0 and 1 of lanes are the heads.
-  __device__ __forceinline__ void weigh(const float (&p)[4], float (&sums)[2][8][4]) const {
+  // sums[j] += weights p (as `score` gives scores) times values of half h; rows 0 and 1 of lanes are the heads.
+  __device__ __forceinline__ void weigh(const float (&p)[4], int h, float (&sums)[8][4]) const {
     const int lane = threadIdx.x & 31, g = lane & 3;
     const u32 near = pack(p[0], p[1]), far = pack(p[2], p[3]), pick = lane < 4 ? 0x5410u : 0x7632u;
     const u32 a0 = __byte_perm(from_lane(near, 8 * g), from_lane(near, 8 * g + 4), pick);
     const u32 a2 = __byte_perm(from_lane(far, 8 * g), from_lane(far, 8 * g + 4), pick);
+    const u32* v0 = (const u32*)&value[0][h];
+    const u32* v1 = (const u32*)&value[1][h];
+    const u32* v2 = (const u32*)&value[2][h];
+    const u32* v3 = (const u32*)&value[3][h];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const u32* v0 = (const u32*)&value[0][h];
-      const u32* v1 = (const u32*)&value[1][h];
-      const u32* v2 = (const u32*)&value[2][h];
-      const u32* v3 = (const u32*)&value[3][h];
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        const u32 half = j & 1 ? 0x7632u : 0x5410u;
-        mma(sums[h][j], a0, 0, a2, 0, __byte_perm(v0[j / 2], v1[j / 2], half), __byte_perm(v2[j / 2], v3[j / 2], half));
-      }
+    for (int j = 0; j < 8; j++) {
+      const u32 half = j & 1 ? 0x7632u : 0x5410u;
+      mma(sums[j], a0, 0, a2, 0, __byte_perm(v0[j / 2], v1[j / 2], half), __byte_perm(v2[j / 2], v3[j / 2], half));
     }
   }
 };
@@ -181,7 +182,7 @@ __device__ __forceinline__ void attend_chunk(const Talker& a, Barrier& barrier, 
   Token token;
   token.load_constants(a.q_norm, a.k_norm, a.cos, a.sin, position);
   Sixteen cache;
-  if (first < end) cache.load(a.keys, a.values, old);
+  if (first < end) cache.load_keys(a.keys, old), cache.load_values(a.values, old);
   if (wait) barrier.wait();
   const u16* own = qkv + (i64)row * QKV;
   if (first <= position && position < first + 16) cache.insert_value(own, head, position - first);
@@ -210,11 +211,12 @@ __device__ __forceinline__ void attend_chunk(const Talker& a, Barrier& barrier, 
     const float mine = lane < 4 ? factor[0] : factor[1];
 #pragma unroll
     for (int i = 0; i < 16; i++) sums[i / 8][i % 8][0] *= mine, sums[i / 8][i % 8][1] *= mine;
-    cache.weigh(p, sums);
+    cache.weigh(p, 0, sums[0]);
+    cache.weigh(p, 1, sums[1]);
     first += 16 * WARPS;
     if (first < end) {
       at = a.place(__shfl_sync(~0u, pages, (first - begin) / (16 * WARPS)), first, head);
-      cache.load(a.keys, a.values, old);
+      cache.load_keys(a.keys, old), cache.load_values(a.values, old);
       if (position < first + 16) cache.insert_value(own, head, position - first);
     }
   }
@@ -271,8 +273,8 @@ __device__ __forceinline__ void attend_chunk(const Talker& a, Barrier& barrier, 
       if (threadIdx.x == 0) done[row * KV_HEADS + head] = 0;
     }
   }
-  // What this warp will read of the next layer.
-  for (first = begin; first < end; first += 16 * WARPS) {
+  // What this warp will read of the next layer. Of many rows it would not stay in L2.
+  for (first = begin; !STAGED && first < end; first += 16 * WARPS) {
     at = next_layer + a.place(__shfl_sync(~0u, pages, (first - begin) / (16 * WARPS)), first + (lane >> 1), head) + (lane & 1) * 64;
     prefetch_l2(a.keys + at);
     prefetch_l2(a.values + at);
@@ -295,7 +297,8 @@ struct Short {
   }
   __device__ __forceinline__ void before(const Predictor& a, int batch_row, int head, int position, int index) {
     token.load_constants(a.q_norm, a.k_norm, a.cos, a.sin, position + index);
-    cache.load(a.keys, a.values, [&](int t) { return t < position ? place(batch_row, t, head) : (i64)-1; });
+    const auto old = [&](int t) { return t < position ? place(batch_row, t, head) : (i64)-1; };
+    cache.load_keys(a.keys, old), cache.load_values(a.values, old);
   }
   // `to`: where the two heads' outputs go, [2 HEAD_DIM].
   __device__ __forceinline__ void after(const Predictor& a, const u16* own, int batch_row, int head, int position, int index, bool writes, u16* to) {
@@ -306,7 +309,7 @@ struct Short {
     cache.insert_key(token, 2, at);
     if (index > 0) cache.insert_key(token, 3, at - 1);
     if (writes) token.write(a.keys + place(batch_row, at, head), a.values + place(batch_row, at, head));
-    float p[4], sums[2][8][4] = {};
+    float p[4];
     cache.score(token, p);
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -318,15 +321,16 @@ struct Short {
       const float mass = over_rows_sum(p[h] + p[h + 2]);
       p[h] /= mass, p[h + 2] /= mass;
     }
-    cache.weigh(p, sums);
-    if (lane < 8) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float(*s)[4] = sums[i >> 1];
-        const int c = i & 1;
-        uint4* const at = (uint4*)(to + (lane >> 2) * HEAD_DIM + (i >> 1) * 64 + 16 * g + 8 * c);
-        const uint4 v = make_uint4(pack(s[0][c], s[1][c]), pack(s[2][c], s[3][c]), pack(s[4][c], s[5][c]), pack(s[6][c], s[7][c]));
-        *at = v;
+    for (int h = 0; h < 2; h++) {  // one after the other, for fewer registers
+      float s[8][4] = {};
+      cache.weigh(p, h, s);
+      if (lane < 8) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          const uint4 v = make_uint4(pack(s[0][c], s[1][c]), pack(s[2][c], s[3][c]), pack(s[4][c], s[5][c]), pack(s[6][c], s[7][c]));
+          *(uint4*)(to + (lane >> 2) * HEAD_DIM + h * 64 + 16 * g + 8 * c) = v;
+        }
       }
     }
   }

@@ -1,7 +1,8 @@
 // What the parts of the frame kernel share: bf16 words, memory operations, the barrier of the whole grid, and the stream of
 // weights. Knows no layer. Built by NVRTC without any header, so everything beyond the language is here.
 //
-// Given by the compiler's command line: GRID (blocks, one an SM), OCTETS (batch rows / 8), DEPTH (tiles in flight).
+// Given by the compiler's command line: GRID (blocks, one an SM), OCTETS (batch rows / 8), DEPTH (tiles in flight),
+// STAGED (linear_staged.cuh).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -147,6 +148,7 @@ struct Stream {
     even = pair_bytes ? tile_bytes - pair_bytes : tile_bytes;
     wrap = 1024 - (pair_bytes ? tiles / 2 - 1 : tiles - 1) * tile_bytes - pair_bytes;
   }
+  __device__ __forceinline__ static u32 wrapped(u32 at) { return at < DEPTH * SLOT_BYTES ? at : at - DEPTH * SLOT_BYTES; }
   __device__ __forceinline__ void issue() {
     if (left) {
       const u32 to = slots + at;
@@ -158,15 +160,19 @@ struct Stream {
       if (--left == 0) open();
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
-    at = (at + SLOT_BYTES) % (DEPTH * SLOT_BYTES);
+    at = wrapped(at + SLOT_BYTES);
   }
   // The next U tiles, each two blocks of 32 columns; `done` follows once they are multiplied.
   template <int U>
   __device__ __forceinline__ void take(uint4 (&w)[U][2]) {
     asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - U) : "memory");
+    read(w);
+  }
+  template <int U>
+  __device__ __forceinline__ void read(uint4 (&w)[U][2]) const {  // of tiles that are there
 #pragma unroll
     for (int u = 0; u < U; u++) {
-      const u32 slot = slots + (at + u * SLOT_BYTES) % (DEPTH * SLOT_BYTES);
+      const u32 slot = slots + wrapped(at + u * SLOT_BYTES);
       w[u][0] = load_slot(slot);
       w[u][1] = load_slot(slot + SLOT_BYTES / 2);
     }

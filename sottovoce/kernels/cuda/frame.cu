@@ -23,7 +23,7 @@ struct Frame {
   u16 *keys, *values;  // [L, pages, PAGE, KV_HEADS, HEAD_DIM]
   i64* codes;       // [B, 1 + CODEBOOKS]
   u16* next_input;  // [B, D]
-  u16 *qkv, *attended, *middle, *last, *inner, *logits;
+  u16 *qkv, *attended, *middle, *last, *inner, *logits, *normed;
   u16* inputs;  // [B, 2, DP]
   u16 *small_keys, *small_values;  // [LP, B, 16, KV_HEADS, HEAD_DIM]
   float* parts;
@@ -86,11 +86,11 @@ __device__ __forceinline__ void store_swiglu(Barrier& barrier, u16* out, int row
 
 // norm + gate and up + SwiGLU, at most GROUP tiles at a time, so that their sums fit the registers.
 template <int WIDTH, int INNER, int PAIRS_A_BLOCK>
-__device__ __forceinline__ void gate_up(Stream& stream, Barrier& barrier, const Rows& x, const u16* norm, u16* inner) {
+__device__ __forceinline__ void gate_up(Stream& stream, Barrier& barrier, const Rows& x, const Norm& norm, u16* inner) {
   constexpr int T = 2 * PAIRS_A_BLOCK, GROUP = T <= MAX_TILES ? T : T % 3 == 0 && T / 3 <= MAX_TILES && T / 3 % 2 == 0 ? T / 3 : 2;
 #pragma unroll 1
   for (int first = 0; first < T; first += GROUP) {
-    project<WIDTH, GROUP, true, T>(stream, barrier, first == 0, x, norm, nullptr);
+    project<WIDTH, GROUP, true, T>(stream, barrier, first == 0, x, norm);
     store_swiglu<INNER, GROUP, PAIRS_A_BLOCK>(barrier, inner, x.rows, first / 2);
     if (first + GROUP < T) block_sync();
   }
@@ -143,7 +143,7 @@ __device__ __forceinline__ void compute(const Frame& f) {
 #pragma unroll 1
     for (int layer = 0; layer < LAYERS; layer++) {
       const Norms n = norms[layer];
-      project<D, QKV_TILES, true, QKV_TILES>(stream, barrier, layer > 0, x, n.input, nullptr);
+      project<D, QKV_TILES, true, QKV_TILES>(stream, barrier, STAGED || layer > 0, x, Norm{n.input, nullptr, f.normed});
       store<QKV, QKV_TILES, QKV_TILES>(barrier, f.qkv, QKV, batch, 0, nullptr);
       barrier.arrive();
       prefetch_norms(norms[layer + 1], layer + 1 < LAYERS ? D : DP);
@@ -161,20 +161,20 @@ __device__ __forceinline__ void compute(const Frame& f) {
       }
       if (waits) barrier.wait();
       barrier.arrive();
-      project<ATTENDED, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, batch}, nullptr, nullptr);
+      project<ATTENDED, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, batch}, Norm{});
       add_residual<D, OUT_TILES>(barrier, residual, f.middle, batch);
       barrier.arrive();
-      gate_up<D, I, GATE_TILES>(stream, barrier, Rows{f.middle, D, batch}, n.post, f.inner);
-      project<I, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.inner, I, batch}, nullptr, nullptr);
+      gate_up<D, I, GATE_TILES>(stream, barrier, Rows{f.middle, D, batch}, Norm{n.post, nullptr, f.normed}, f.inner);
+      project<I, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.inner, I, batch}, Norm{});
       add_residual<D, OUT_TILES>(barrier, residual, f.last, batch);
       barrier.arrive();
       x.x = f.last;
     }
-    project<D, HEAD_TILES, true, HEAD_TILES>(stream, barrier, true, x, f.talker_norm, PROJECTS ? nullptr : f.inputs);
+    project<D, HEAD_TILES, true, HEAD_TILES>(stream, barrier, true, x, Norm{f.talker_norm, PROJECTS ? nullptr : f.inputs, f.normed});
     store<V0, HEAD_TILES, HEAD_TILES>(barrier, f.logits, V0, batch, 0, nullptr);
     barrier.arrive();
     if (PROJECTS) {
-      project<D, PROJECTION_TILES, true, PROJECTION_TILES>(stream, barrier, false, x, f.talker_norm, nullptr);
+      project<D, PROJECTION_TILES, true, PROJECTION_TILES>(stream, barrier, false, x, Norm{f.talker_norm, nullptr, f.normed});
       store<DP, PROJECTION_TILES, PROJECTION_TILES>(barrier, f.inputs, 2 * DP, batch, 0, f.bias);
     }
   }
@@ -208,43 +208,43 @@ __device__ __forceinline__ void compute(const Frame& f) {
     for (int layer = 0; layer < SMALL_LAYERS; layer++) {
       const Norms n = norms[LAYERS + layer];
       const Predictor small{n.q, n.k, f.predictor_cos, f.predictor_sin, f.small_keys + layer * small_stride, f.small_values + layer * small_stride};
-      project<DP, SMALL_QKV_TILES, true, SMALL_QKV_TILES>(stream, barrier, true, x, n.input, nullptr);
+      project<DP, SMALL_QKV_TILES, true, SMALL_QKV_TILES>(stream, barrier, true, x, Norm{n.input, nullptr, f.normed});
       if (layer == 0) keep<DP, SMALL_OUT_TILES>(residual, x);
       store<QKV, SMALL_QKV_TILES, SMALL_QKV_TILES>(barrier, f.qkv, QKV, rows, 0, nullptr);
       barrier.arrive();
       prefetch_norms(norms[LAYERS + (layer + 1) % SMALL_LAYERS], DP);
       Short attention;
-      if (FUSED) {  // every block attends for itself: warp w is kv head w, whose outputs are its share of K
-        u16* own = (u16*)(memory + Shared::attended) + warp * 2 * HEAD_DIM;
-        attention.before(small, 0, warp, position, 0);
-        barrier.wait();
+#if FUSED  // every block attends for itself, warp w for kv head w
+      u16* own = (u16*)(memory + Shared::attended) + warp * 2 * HEAD_DIM;
+      attention.before(small, 0, warp, position, 0);
+      barrier.wait();
 #pragma unroll 1
-        for (int row = 0; row < rows; row++) {
-          if (row) attention.before(small, row / tokens, warp, position, row % tokens);
-          attention.after(small, f.qkv + (i64)row * QKV, row / tokens, warp, position, row % tokens, mine == 0, own + row * FUSED_STRIDE);
-        }
-        block_sync();
-        project<ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, false, FromShared{(u16*)(memory + Shared::attended), rows}, nullptr, nullptr);
-      } else {
-        const int item = warp * GRID + mine, row = item / KV_HEADS, head = item % KV_HEADS, index = row % tokens;
-        if (row < rows) attention.before(small, row / tokens, head, position, index);
-        barrier.wait();
-        if (row < rows)
-          attention.after(small, f.qkv + (i64)row * QKV, row / tokens, head, position, index, true, f.attended + (i64)row * ATTENDED + head * 2 * HEAD_DIM);
-        barrier.arrive();
-        project<ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, rows}, nullptr, nullptr);
+      for (int row = 0; row < rows; row++) {
+        if (row) attention.before(small, row / tokens, warp, position, row % tokens);
+        attention.after(small, f.qkv + (i64)row * QKV, row / tokens, warp, position, row % tokens, mine == 0, own + row * FUSED_STRIDE);
       }
+      block_sync();
+      project<ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, false, FromShared{(u16*)(memory + Shared::attended), rows}, Norm{});
+#else
+      const int item = warp * GRID + mine, row = item / KV_HEADS, head = item % KV_HEADS, index = row % tokens;
+      if (row < rows) attention.before(small, row / tokens, head, position, index);
+      barrier.wait();
+      if (row < rows)
+        attention.after(small, f.qkv + (i64)row * QKV, row / tokens, head, position, index, true, f.attended + (i64)row * ATTENDED + head * 2 * HEAD_DIM);
+      barrier.arrive();
+      project<ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, rows}, Norm{});
+#endif
       add_residual<DP, SMALL_OUT_TILES>(barrier, residual, f.middle, rows);
       barrier.arrive();
-      gate_up<DP, IP, SMALL_GATE_TILES>(stream, barrier, Rows{f.middle, DP, rows}, n.post, f.inner);
-      project<IP, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.inner, IP, rows}, nullptr, nullptr);
+      gate_up<DP, IP, SMALL_GATE_TILES>(stream, barrier, Rows{f.middle, DP, rows}, Norm{n.post, nullptr, f.normed}, f.inner);
+      project<IP, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.inner, IP, rows}, Norm{});
       add_residual<DP, SMALL_OUT_TILES>(barrier, residual, f.last, rows);
       barrier.arrive();
       x = Rows{f.last, DP, rows};
     }
     position += tokens;
     if (book < 0) continue;
-    project<DP, SMALL_HEAD_TILES, true, SMALL_HEAD_TILES>(stream, barrier, true, Rows{f.last + (tokens - 1) * DP, tokens * DP, batch}, f.predictor_norm, nullptr);
+    project<DP, SMALL_HEAD_TILES, true, SMALL_HEAD_TILES>(stream, barrier, true, Rows{f.last + (tokens - 1) * DP, tokens * DP, batch}, Norm{f.predictor_norm, nullptr, f.normed});
     store<V, SMALL_HEAD_TILES, SMALL_HEAD_TILES>(barrier, f.logits, V, batch, 0, nullptr);
     barrier.arrive();
     barrier.wait();

@@ -6,12 +6,16 @@
 
 constexpr int MT = (OCTETS + 1) / 2;  // tiles of 16 rows
 constexpr int ROWS = OCTETS * 8;
-constexpr int FUSED_ROWS = 4, FUSED_STRIDE = HEADS * HEAD_DIM + 8;  // 16 bytes more against bank conflicts
+constexpr int FUSED_ROWS = 2, FUSED_STRIDE = HEADS * HEAD_DIM + 8;  // 16 bytes more against bank conflicts
+
+// Of a warp: STAGED, two steps of its share of x, of which the sums take the place; else sums of MAX_TILES.
+constexpr u32 WARP_SUMS = STAGED ? 2 * ROWS * 128 : MAX_TILES * ROWS * 32, SUM_BYTES = WARPS * WARP_SUMS;
 
 struct Shared {  // offsets in dynamic shared memory
   static constexpr u32 stream = 0;
   static constexpr u32 sums = DEPTH * SLOT_BYTES;  // float [WARPS, tiles, ROWS, 8]; also the sampler's and attention's
-  static constexpr u32 squares = sums + SUM_BYTES; // float [WARPS, ROWS]
+  static constexpr u32 x = sums;
+  static constexpr u32 squares = sums + SUM_BYTES;  // float [WARPS, ROWS]
   static constexpr u32 norms = squares + WARPS * ROWS * 4;  // Norms [LAYERS + SMALL_LAYERS]
   static constexpr u32 settings = norms + (LAYERS + SMALL_LAYERS) * 32;  // Setting [2]
   static constexpr u32 pieces = settings + 96;
@@ -42,43 +46,59 @@ __device__ __forceinline__ uint4 normed(uint4 v, float scale, uint4 w) {
   return make_uint4(normed(v.x, scale, w.x), normed(v.y, scale, w.y), normed(v.z, scale, w.z), normed(v.w, scale, w.w));
 }
 
+// Independent chains of products in a sum, by the tiles of a block and K / 512.
+__host__ __device__ constexpr int chains_of(int tiles, int deep) {
+  return tiles == 1 ? (deep % 4 == 0 ? 4 : deep % 3 == 0 ? 3 : 2) : tiles == 2 ? 2 : 1;
+}
+// Where this lane's eight columns of block i of its warp's share of K begin.
+__device__ __forceinline__ int column_of(int i) { return (threadIdx.x >> 5) * 64 + (threadIdx.x & 3) * 8 + i / 2 * 512 + i % 2 * 32; }
+
+struct Norm {
+  const u16* weight;
+  u16* out;   // rows of normalized x, 2 K apart; may be null
+  u16* room;  // STAGED: for [ROWS, K]
+};
+
+#if STAGED
+#include "linear_staged.cuh"
+#else
 __host__ __device__ constexpr int step_of(int tiles) { return tiles % 4 == 0 ? 4 : tiles % 3 == 0 ? 3 : tiles % 2 == 0 ? 2 : 1; }
 
 // Sums of T tiles in `memory`, to be read by `tile_sum` after a barrier of the block. `X` loads (row, column) of x. How a sum
 // is cut into chains depends on OF, the block's tiles of this projection, so that groups of them give the same bits.
+// `is_new`: x is of the phase before; else it has been read already.
 template <int K, int T, bool NORM, int OF, class X>
-__device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool wait, const X& x, const u16* norm, u16* normed_out) {
+__device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool is_new, const X& x, const Norm& norm) {
   constexpr int BLOCKS = K / 256, DEEP = K / 512;
   constexpr bool RESIDENT = OCTETS * BLOCKS * 4 <= 64;
   constexpr int AHEAD = RESIDENT ? BLOCKS : 16 / OCTETS;
-  constexpr int CHAINS = OF == 1 ? (DEEP % 4 == 0 ? 4 : DEEP % 3 == 0 ? 3 : 2) : OF == 2 ? 2 : 1;
+  constexpr int CHAINS = chains_of(OF, DEEP);
   constexpr int U = step_of(T < 3 ? T * DEEP : T);         // tiles taken at once
   constexpr int G = RESIDENT && CHAINS > 1 ? U : T < U ? T : U;  // of these, tiles multiplied in turn: of one k, or of one chain each
   static_assert(DEEP % CHAINS == 0 && U % G == 0, "chains divide K");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int row = lane >> 2, column = warp * 64 + (lane & 3) * 8;
-  const auto at = [&](int block) { return column + block / 2 * 512 + block % 2 * 32; };
+  const int row = lane >> 2;
 
   uint4 weight[NORM ? BLOCKS : 1];
   if (NORM) {
 #pragma unroll
-    for (int i = 0; i < BLOCKS; i++) weight[i] = load_constant(norm + at(i));
+    for (int i = 0; i < BLOCKS; i++) weight[i] = load_constant(norm.weight + column_of(i));
   }
-  if (wait) barrier.wait();
+  if (is_new) barrier.wait();
 
   uint4 a[AHEAD][OCTETS];
   float scale[OCTETS];
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
 #pragma unroll
-    for (int o = 0; o < OCTETS; o++) a[i][o] = x.load(row + 8 * o, at(i));
+    for (int o = 0; o < OCTETS; o++) a[i][o] = x.load(row + 8 * o, column_of(i));
   if (NORM) {
     float* squares = (float*)(memory + Shared::squares);
 #pragma unroll
     for (int o = 0; o < OCTETS; o++) {
       float total = 0;
 #pragma unroll
-      for (int i = 0; i < BLOCKS; i++) total = squares_of(RESIDENT ? a[i % AHEAD][o] : x.load(row + 8 * o, at(i)), total);
+      for (int i = 0; i < BLOCKS; i++) total = squares_of(RESIDENT ? a[i % AHEAD][o] : x.load(row + 8 * o, column_of(i)), total);
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
       if ((lane & 3) == 0) squares[warp * ROWS + row + 8 * o] = total;
@@ -97,8 +117,8 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool w
 #pragma unroll
         for (int o = 0; o < OCTETS; o++) {
           a[i % AHEAD][o] = normed(a[i % AHEAD][o], scale[o], weight[i]);
-          if (normed_out && blockIdx.x == 0 && row + 8 * o < x.rows)
-            publish((uint4*)(normed_out + (row + 8 * o) * (i64)(2 * K) + at(i)), a[i % AHEAD][o]);
+          if (norm.out && blockIdx.x == 0 && row + 8 * o < x.rows)
+            publish((uint4*)(norm.out + (row + 8 * o) * (i64)(2 * K) + column_of(i)), a[i % AHEAD][o]);
         }
     }
   }
@@ -117,8 +137,8 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool w
 #pragma unroll
           for (int o = 0; o < OCTETS; o++) {
             a[block % AHEAD][o] = normed(a[block % AHEAD][o], scale[o], weight[block]);
-            if (normed_out && blockIdx.x == 0 && row + 8 * o < x.rows)
-              publish((uint4*)(normed_out + (row + 8 * o) * (i64)(2 * K) + at(block)), a[block % AHEAD][o]);
+            if (norm.out && blockIdx.x == 0 && row + 8 * o < x.rows)
+              publish((uint4*)(norm.out + (row + 8 * o) * (i64)(2 * K) + column_of(block)), a[block % AHEAD][o]);
           }
         }
 #pragma unroll
@@ -132,7 +152,7 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool w
         }
         if (!RESIDENT && t == T - 1 && half % 2 == 1 && block + AHEAD < BLOCKS) {
 #pragma unroll
-          for (int o = 0; o < OCTETS; o++) a[block % AHEAD][o] = x.load(row + 8 * o, at(block + AHEAD));
+          for (int o = 0; o < OCTETS; o++) a[block % AHEAD][o] = x.load(row + 8 * o, column_of(block + AHEAD));
         }
     }
     stream.template done<U>();
@@ -157,14 +177,17 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool w
   block_sync();
 }
 
+#endif
+
 // Two columns of tile t: place i (row 8 o + lane / 4, columns 2 (lane % 4)) of OCTETS * 32, summed over the warps.
 template <int T>
 __device__ __forceinline__ float2 tile_sum(int t, int i) {
+  constexpr int STRIDE = STAGED ? WARP_SUMS / 8 : T * OCTETS * 32;
   const float2* sums = (const float2*)(memory + Shared::sums) + t * OCTETS * 32 + i;
   float2 total = sums[0];
 #pragma unroll
   for (int w = 1; w < WARPS; w++) {
-    float2 v = sums[w * T * OCTETS * 32];
+    const float2 v = sums[w * STRIDE];
     total.x += v.x;
     total.y += v.y;
   }
