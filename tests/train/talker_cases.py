@@ -64,7 +64,7 @@ def requests(kind: str, layout: str) -> list[Request]:
 def examples(kind: str, layout: str = "1.7B") -> list[Example]:
     tokenizer = TextTokenizer.from_folder(folder_of(kind, layout))
     config = load(kind, layout).config
-    lengths = (5, 1, 9, 3, 7, 4)
+    lengths = (4, 1, 6, 3, 2, 3)
     return [
         Example(build_prompt(config, tokenizer, request), codes_of(lengths[i], seed=i))
         for i, request in enumerate(requests(kind, layout))

@@ -203,11 +203,13 @@ def test_a_sharded_base_becomes_one_file(from_base, tmp_path):
     for path in base.iterdir():
         if path.name != "model.safetensors":
             (sharded / path.name).symlink_to(path)
-    names = sorted(tensors(base))
+    before = tensors(base)
+    names = sorted(before)
     places = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
     for shard in set(places.values()):
-        save_file({name: tensors(base)[name] for name in names if places[name] == shard}, sharded / shard)
+        save_file({name: before[name] for name in names if places[name] == shard}, sharded / shard)
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     export_model(load_task(sharded, TalkerRecipe()).network, sharded, tmp_path / "out")
-    assert all(torch.equal(tensor, tensors(tmp_path / "out")[name]) for name, tensor in tensors(base).items())
+    after = tensors(tmp_path / "out")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert not list((tmp_path / "out").glob("model-*")) and len(read_index(tmp_path / "out")) == len(names)
