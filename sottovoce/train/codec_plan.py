@@ -18,7 +18,8 @@ from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE
 STEPS_PER_FRAME = 2  # of the encoder's transformer
 WORKSPACE_BYTES = 64 << 20
 MIN_SLICE_S = 0.1
-LEAN_KEPT, PASSING = 7, 5  # tensors of a stage's size: kept by `codec_stack`, and alive besides in its backward pass
+LEAN_KEPT = 7  # tensors of each stage's size that `codec_stack` keeps
+PASSING = 7  # of the largest stage's, alive besides in backward: 5, and 2 for operands that cuDNN lays out anew
 
 
 @dataclass(frozen=True)

