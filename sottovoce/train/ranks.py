@@ -68,7 +68,9 @@ class Ranks:
         """Gives every process the first one's values, so that all begin alike."""
         if self.world > 1 and not self.is_sharded:
             for tensor in tensors:
-                dist.broadcast(tensor.data, 0)
+                there = tensor.detach().to(self.device)  # NCCL knows no tensors on the host
+                dist.broadcast(there, 0)
+                tensor.detach().copy_(there)
 
     def barrier(self) -> None:
         if self.world > 1:
