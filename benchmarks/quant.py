@@ -88,7 +88,7 @@ def exact(x: Tensor, weight: QuantWeight) -> Tensor:
     """The product as `triton_quant` defines it; float64 holds every sum of whole numbers here exactly."""
     largest = x.float().abs().amax(1, keepdim=True)
     power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
-    whole = torch.floor(x.double() / power * 8192 + 0.5)
+    whole = torch.round(x.double() / power * 8192)  # ties to even
     high = torch.floor((whole + 128) / 256)
     numbers = weight.whole_numbers(torch.float64)
     above, below = ((part @ numbers.t()).float() for part in (high, whole - 256 * high))

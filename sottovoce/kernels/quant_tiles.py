@@ -50,9 +50,9 @@ class QuantTuning:
         rows = 16
         while rows > 1 and (rows * pair * power_of_two(row_bytes) > self.program_bytes or n < rows * self.programs):
             rows //= 2
-        # A warp reads 512 bytes at a time; more warps than pieces would hold copies.
+        # A warp reads 512 bytes at a time; more warps than pieces would hold copies. Every program prepares all inputs.
         pieces = max(1, rows * pair * power_of_two(row_bytes) // 512)
-        return VectorTile(rows, min(4 if row_bytes <= 4096 else 8, pieces))
+        return VectorTile(rows, min(4 if k <= 4096 else 8, pieces))
 
     def matrix(self, kind: str, name: str, batch: int, n: int, k: int) -> MatrixTile:
         if (kind, name, n, k) in self.matrix_overrides:

@@ -57,7 +57,7 @@ def by_hand(x, weight):
     x = x.double().cpu().numpy()
     largest = np.abs(x).max(1, keepdims=True)
     power = np.where(largest > 0, 2.0 ** np.floor(np.log2(np.where(largest > 0, largest, 1))), 0)
-    whole = np.floor(x / np.where(power > 0, power, 1) * 8192 + 0.5).astype(np.int64)
+    whole = np.rint(x / np.where(power > 0, power, 1) * 8192).astype(np.int64)  # ties to even
     high = (whole + 128) >> 8
     factors = weight.whole_numbers(torch.float64).cpu().numpy()
     sums = [np.float32(part.astype(np.float64) @ factors.T) for part in (high, whole - 256 * high)]
