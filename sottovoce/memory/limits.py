@@ -38,9 +38,7 @@ class Limits:
         reach_bytes: free for this job now, what it holds itself included. 0: unknown, limits count as they are.
     """
 
-    def __init__(
-        self, path: Path | None = None, *, device: str = "", plan: str = "", reach_bytes: int = 0
-    ) -> None:
+    def __init__(self, path: Path | None = None, *, device: str = "", plan: str = "", reach_bytes: int = 0) -> None:
         self.path, self.device, self.plan = path, device, plan
         self._most: dict[str, int] = {}
         self._reach_bytes = 0  # at the last failure
