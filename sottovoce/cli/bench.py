@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sottovoce.cli.options import Device, Json, flag
+from sottovoce.cli.options import Device, Json, Model, flag
 
 if TYPE_CHECKING:
     from sottovoce.config import CodecConfig
@@ -68,6 +69,50 @@ def train_memory(
         typer.echo(_line(("", "peak GiB", "planned", "step s", "x first", "slice", "gradient error")))
     for result in results:
         typer.echo(json.dumps({"device": card, "width": width, "extent": extent} | result) if json_ else _row(result))
+
+
+@bench.command("train-quality")
+def train_quality(
+    data: Annotated[Path, flag("--data", "-d", help="A folder of recordings, or a file that names one a line.")],
+    model: Model = None,
+    steps: Annotated[int, flag("--steps", help="Updates of the weights in both runs. Default: 50.")] = 50,
+    batch: Annotated[int, flag("--batch", help="Pieces of recordings a step. Default: 2.")] = 2,
+    seconds: Annotated[float, flag("--seconds", help="Length of a piece. Default: 2.")] = 2.0,
+    device: Device = None,
+    json_: Json = False,
+) -> None:
+    """Fine-tune the decoder twice from the same seed, plainly and in slices, and compare what comes of it.
+
+    PESQ, STOI (both need sottovoce[measure]) and the distance of mel spectra on recordings that are held out.
+    """
+    from tempfile import TemporaryDirectory
+
+    from sottovoce.hub import resolve
+    from sottovoce.memory.probe import pick_device
+    from sottovoce.train.codec_passes import PLAIN
+    from sottovoce.train.codec_plan import plan_slices
+    from sottovoce.train.codec_trainer import begin, last_quality, train_codec
+    from sottovoce.train.loop import LoopOptions
+
+    base, frames = resolve(model), max(1, round(seconds * 12.5))
+    cut = plan_slices(begin(base)[0].config, batch, frames, 0).slices  # the shortest there are
+    loop = LoopOptions(max_steps=steps, validate_every=steps, save_every=steps)
+    scores = {}
+    with TemporaryDirectory() as folder:
+        for name, slices in (("plain", PLAIN), ("slices", cut)):
+            out = Path(folder) / name
+            train_codec(base, data, out, loop=loop, rows=batch, piece_s=seconds, slices=slices,
+                        device=pick_device(device), is_quiet=True)  # fmt: skip
+            scores[name] = last_quality(out)
+    if json_:
+        typer.echo(json.dumps(scores))
+        return
+    names = list(scores["plain"])
+    typer.echo("".join(cell.rjust(18) for cell in ("", *names)))
+    for name, row in scores.items():
+        typer.echo(name.rjust(18) + "".join(f"{row[n]:.4f}".rjust(18) for n in names))
+    differences = (scores["slices"][n] - scores["plain"][n] for n in names)
+    typer.echo("difference".rjust(18) + "".join(f"{difference:+.4f}".rjust(18) for difference in differences))
 
 
 def _row(result: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ It ends with an export of the averaged weights as they are then.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from sottovoce.train.codec_judge import Preview
 from sottovoce.train.codec_plan import plan_slices
 from sottovoce.train.codec_quantize import perplexity
 from sottovoce.train.corpus import held_out
+from sottovoce.train.cuts import CodecSlices
 from sottovoce.train.loop import Loop, LoopOptions, Outcome
 from sottovoce.train.optim import AdamOptions, AdamW
 from sottovoce.train.prepare import codec_digest
@@ -49,6 +51,7 @@ def train_codec(
     sample_rate: int | None = None,
     is_new: bool = False,
     memory_bytes: int | None = None,
+    slices: CodecSlices | None = None,
     device: str | torch.device = "cpu",
     sink: Sink | None = None,
     is_quiet: bool = False,
@@ -65,6 +68,7 @@ def train_codec(
         sample_rate: of the decoder; twice that of `base` adds a block. See `codec_export.begin`.
         is_new: only the shapes of `base`; the recipe's extent should be "all".
         memory_bytes: that a step may use, weights and optimizer included; by default what is free on a GPU.
+        slices: how to cut, instead of what fits into that.
 
     Raises InputError, CheckpointError or OutOfMemoryError.
     """
@@ -82,7 +86,7 @@ def train_codec(
     train_on, validate_on = held_out(num_clips, share, MAX_VALIDATION_CLIPS, loop.seed)
     piece_frames = max(1, round(piece_s * SAMPLE_RATE / FRAME_SAMPLES))
     room = _budget(memory_bytes, ranks.device) - fixed_bytes(task, optimizer, loop.is_fused)
-    task.slices = plan_slices(
+    task.slices = slices or plan_slices(
         codec.config, rows, piece_frames, room,
         trains_encoder=recipe.extent == "all", element_bytes=2 if recipe.dtype == "bfloat16" else 4,
     ).slices  # fmt: skip
@@ -146,6 +150,16 @@ def averaged(task: CodecTask):
 def _fill(parameters: Mapping[str, torch.nn.Parameter], values: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
         parameters[name].copy_(value)
+
+
+def last_quality(out: Path) -> dict[str, float]:
+    """The last scores of a run on recordings that were held out; none if there were too few to hold any out."""
+    path = out / "previews" / "quality.csv"
+    if not path.is_file():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        row = list(csv.DictReader(file))[-1]
+    return {name: float(value) for name, value in row.items() if name != "step" and value}
 
 
 def codec_card(

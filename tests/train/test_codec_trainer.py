@@ -99,6 +99,15 @@ def test_twice_the_rate_from_the_same_codes_by_the_command(base, data, tmp_path,
     assert new.decode(codes[0][None]).shape == (1, codes[0].shape[1] * 3840)
 
 
+def test_slices_change_nothing_of_what_comes_of_it(base, data, sottovoce):  # noqa: F811
+    work = ("--data", data, "--model", base, "--steps", 2, "--batch", 1, "--seconds", 0.32, "--device", "cpu")
+    done = sottovoce("bench", "train-quality", *work)
+    assert done.status == 0, done.err
+    names, plain, _, difference = (line.split() for line in done.out.decode().splitlines())
+    assert {"mel", "stoi"} <= set(names) and len(plain) == len(names) + 1
+    assert all(abs(float(value)) <= 0.002 for value in difference[1:])
+
+
 def test_scores():
     clip = voice(3.0, 24_000, 1)
     noise = 0.02 * np.random.default_rng(0).standard_normal(len(clip)).astype(np.float32)
