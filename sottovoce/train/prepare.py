@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,10 @@ from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE, InputError, SottovoceErr
 
 SHARD_CLIPS = 256
 BATCH_S = 120.0  # seconds of sound that are encoded together
+PENDING_S = 1200.0  # that wait to be sorted by length: 115 MB
+
+# A line, its codes, the codes of its reference and its speaker vector, where there are such.
+_Done = tuple[Line, np.ndarray, np.ndarray | None, np.ndarray | None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Preparer:
         self.codec: Codec = load_codec(model, device=device, dtype=torch.float32, parts=("encoder",))
         self.codec.freeze_codebooks()
         self.speaker_encoder: SpeakerEncoder | None = load_speaker_encoder(model, device)
-        self._references: dict[str, tuple[np.ndarray | None, np.ndarray]] = {}
+        self._references: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
 
     def run(
         self,
@@ -102,8 +107,9 @@ class Preparer:
             first = f"; the first: line {dropped[0].number}: {dropped[0].reason}" if dropped else ""
             raise InputError(f"{source}: not one of {len(dropped)} clips can be used{first}", field="source")
         width = None if self.speaker_encoder is None else self.speaker_encoder.config.enc_dim
-        about = {"codec": self.digest, "model": self.model.name, "vector_width": width, "num_clips": num_clips}
-        about |= {"audio_s": round(audio_s, 2), "device": str(self.codec.encoder.device), "num_dropped": len(dropped)}
+        about: dict[str, Any] = {"codec": self.digest, "model": self.model.name, "vector_width": width}
+        about |= {"num_clips": num_clips, "audio_s": round(audio_s, 2), "num_dropped": len(dropped)}
+        about["device"] = str(self.codec.encoder.device)
         write_manifest(out, about, shards)
         return Report(out, num_clips, audio_s, tuple(dropped), num_reused)
 
@@ -118,33 +124,47 @@ class Preparer:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def _write(self, path: Path, key: str, lines: Sequence[Line | Dropped]) -> None:
-        dropped, good = [line for line in lines if isinstance(line, Dropped)], []
-        for line in lines:
-            if isinstance(line, Line):
-                try:
-                    checked = checked_line(line, self.config.languages)
-                    samples = read_clip(line.audio, max_s=self.max_s)
-                    reference = self._reference(checked)
-                except (SottovoceError, OSError, RuntimeError) as error:
-                    dropped.append(Dropped(line.number, line.audio, reason_of(error)))
-                else:
-                    good.append((checked, samples, reference))
-        codes = self._encode([samples for _, samples, _ in good])
-        clips, pieces, vectors, first = [], [], [], 0
-        for row, ((line, samples, (ref_codes, vector)), own) in enumerate(zip(good, codes, strict=True)):
+        dropped, clips, pieces, vectors, first = [], [], [], [], 0
+        for line, own, ref_codes, vector in self._work(lines, dropped):
             num_ref = 0 if ref_codes is None else len(ref_codes)
             clips.append(
                 ClipInfo(
                     line.text, line.language or "auto", line.speaker, line.instruct, line.ref_text if num_ref else None,
-                    line.audio, first, len(own), num_ref, row,
+                    line.audio, first, len(own), num_ref, len(clips),
                 )
             )  # fmt: skip
             pieces += [own] if ref_codes is None else [own, ref_codes]
+            vectors += [] if vector is None else [vector]
             first += len(own) + num_ref
-            if self.speaker_encoder is not None:
-                vectors.append(speaker_vector(self.speaker_encoder, samples) if vector is None else vector)
         dropped.sort(key=lambda item: item.number)
         write_shard(path, key, clips, pieces, vectors, [asdict(item) for item in dropped])
+
+    def _work(self, lines: Sequence[Line | Dropped], dropped: list[Dropped]) -> Iterator[_Done]:
+        """Each line that can be used, with its codes, those of its reference, and its vector; others into `dropped`.
+        Samples of no more than `PENDING_S` and a clip are in memory at once."""
+        pending: list[tuple[Line, np.ndarray, tuple[np.ndarray | None, np.ndarray | None]]] = []
+
+        def encoded() -> Iterator[_Done]:
+            codes = self._encode([samples for _, samples, _ in pending])
+            for (line, samples, (ref_codes, vector)), own in zip(pending, codes, strict=True):
+                if vector is None and self.speaker_encoder is not None:
+                    vector = speaker_vector(self.speaker_encoder, samples)
+                yield line, own, ref_codes, vector
+            pending.clear()
+
+        for line in lines:
+            if isinstance(line, Dropped):
+                dropped.append(line)
+                continue
+            try:
+                checked = checked_line(line, self.config.languages)
+                pending.append((checked, read_clip(line.audio, max_s=self.max_s), self._reference(checked)))
+            except (SottovoceError, OSError, RuntimeError) as error:
+                dropped.append(Dropped(line.number, line.audio, reason_of(error)))
+            if sum(len(samples) for _, samples, _ in pending) > PENDING_S * SAMPLE_RATE:
+                yield from encoded()
+        if pending:
+            yield from encoded()
 
     def _reference(self, line: Line) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Codes (where their words are known) and vector of the line's reference; each recording is looked at once."""

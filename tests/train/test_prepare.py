@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from safetensors.numpy import load_file
 
 from sottovoce.audio.io import read_audio
 from sottovoce.model.speaker import speaker_vector
 from sottovoce.model.weights import load_codec, load_network
 from sottovoce.train.prepare import Preparer, codec_digest
-from sottovoce.train.shards import Corpus
+from sottovoce.train.shards import Corpus, shard_about
 from sottovoce.types import CheckpointError, InputError, NotFoundError
 from tests.train.talker_cases import folder_of
 from tests.train.voices import RATE, good_set, hum, write_set
@@ -98,6 +99,16 @@ def test_bad_clips_are_named_by_line_and_the_others_go_on(preparer, tmp_path):
                 raise ValueError(reasons[number])
     written = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
     assert [item["number"] for item in written] == sorted(reasons)
+
+
+def test_portions_in_memory_change_nothing(preparer, tmp_path, monkeypatch):
+    source = good_set(tmp_path / "in", 4)
+    preparer.run(source, tmp_path / "whole")
+    monkeypatch.setattr("sottovoce.train.prepare.PENDING_S", 1.0)
+    preparer.run(source, tmp_path / "pieces")
+    whole, pieces = (tmp_path / name / "shard-00000.safetensors" for name in ("whole", "pieces"))
+    assert shard_about(whole) == shard_about(pieces)
+    assert all((load_file(whole)[name] == tensor).all() for name, tensor in load_file(pieces).items())
 
 
 def test_it_goes_on_where_it_stopped(preparer, tmp_path, monkeypatch):
