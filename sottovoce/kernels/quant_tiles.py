@@ -31,8 +31,8 @@ class QuantTuning:
     """Everything that may be measured. `overrides` have the key (kind, format, N, K)."""
 
     vector_rows: int = 2  # up to this many batch rows go through the weights one by one, without tensor cores
-    program_bytes: int = 16 << 10  # of weights that one program of the vector kernel holds in registers
-    programs: int = 264  # at least so many, where the rows allow it: two for each processor of an H100
+    thread_bytes: int = 256  # of weights that a thread of the vector kernel holds in registers
+    programs: int = 128  # at least so many, where the rows allow it; each prepares all inputs, so many more cost time
     slices: int = 4  # up to 16 batch rows; of more, a warp could not keep the sums in registers
     columns: int = 128
     matrix_programs: int = 90  # at least so many; each reads all inputs, so for many batch rows few are better
@@ -46,13 +46,12 @@ class QuantTuning:
         """`kind` is "linear" or "pair" (two weight rows at a time); n outputs, k inputs."""
         if (kind, name, n, k) in self.vector_overrides:
             return self.vector_overrides[kind, name, n, k]
-        pair = 2 if kind == "pair" else 1
+        # A warp reads 512 bytes at a time.
+        padded, most = (2 if kind == "pair" else 1) * power_of_two(row_bytes), 4 if k <= 4096 else 8
         rows = 16
-        while rows > 1 and (rows * pair * power_of_two(row_bytes) > self.program_bytes or n < rows * self.programs):
+        while rows > 1 and (rows * padded > 32 * most * self.thread_bytes or n < rows * self.programs):
             rows //= 2
-        # A warp reads 512 bytes at a time; more warps than pieces would hold copies. Every program prepares all inputs.
-        pieces = max(1, rows * pair * power_of_two(row_bytes) // 512)
-        return VectorTile(rows, min(4 if k <= 4096 else 8, pieces))
+        return VectorTile(rows, max(1, min(most, rows * padded // 512)))
 
     def matrix(self, kind: str, name: str, batch: int, n: int, k: int) -> MatrixTile:
         if (kind, name, n, k) in self.matrix_overrides:

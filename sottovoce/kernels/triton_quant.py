@@ -7,8 +7,8 @@ exact in 32 bits, and one rounding at the end:
     y[b, n] = step[b] * scales[n] * (256 * sum(high * q) + sum(low * q))
 
 Any tile, any number of rows and either of the two kernels gives the same bits. Inputs lose at most 2^-14 of the row's
-largest; bfloat16 ones of at least 1/64 of it lose nothing. Of the length of a row that is some 0.01 % for normal values,
-and sqrt(K) * 2^-13 / sqrt(12), 0.28 % for K = 6144, where one element is all of it.
+largest; bfloat16 ones of at least 1/64 of it lose nothing. Of the length of a row of normal values that is some 0.01 %,
+and of one with a single value sqrt(K) * 2^-13 / sqrt(12), 0.28 % for K = 6144.
 
 `gemv_kernel` has a program a row and a tile of weights, four products of bytes an instruction, and asks for all of a
 program's weights before the inputs are there. `gemm_kernel` uses tensor cores; its inputs come from
