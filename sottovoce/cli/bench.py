@@ -54,7 +54,7 @@ def train_memory(
     if not variants:
         raise typer.BadParameter(f"known: {', '.join(v.name for v in VARIANTS)}", param_hint="--only")
     if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+        torch.cuda.set_device(chosen.index or 0)
         for setting in (torch.backends.cudnn.conv, torch.backends.cuda.matmul):
             setting.fp32_precision = "tf32"
         card = torch.cuda.get_device_name(chosen)
