@@ -9,8 +9,10 @@ listener starts with the first chunk; an underrun is a chunk that comes after th
 from __future__ import annotations
 
 import argparse
+import json
 import threading
 import time
+from collections import defaultdict
 
 import numpy as np
 import torch
@@ -47,6 +49,40 @@ class Listener(threading.Thread):
         self.total_s = time.perf_counter() - start
 
 
+class Watch:
+    """Times an engine's steps by what they had to do, for those who ask where a listener's time went."""
+
+    def __init__(self, engine) -> None:
+        self._engine, self._step = engine, engine.step
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        engine.step = self.step
+
+    def step(self):
+        before = {id(step) for step, _ in self._engine._in_flight}
+        start = time.perf_counter()
+        events = self._step()
+        taken_s = time.perf_counter() - start
+        new = [step for step, _ in self._engine._in_flight if id(step) not in before]
+        kind = "starts" if self._engine._is_starting() else "with prompts" if any(s.prefill for s in new) else "decodes"
+        self.seconds[kind].append(taken_s)
+        return events
+
+    def report(self) -> None:
+        for kind, times in self.seconds.items():
+            ms = np.sort(times) * 1000
+            print(
+                json.dumps(
+                    {
+                        "steps": kind,
+                        "count": len(ms),
+                        "p50_ms": round(float(np.median(ms)), 2),
+                        "p95_ms": round(float(np.percentile(ms, 95)), 2),
+                        "longest_ms": ms[-5:].round(1).tolist(),
+                    }
+                )
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
@@ -65,6 +101,7 @@ def main() -> None:
         return random_plan(network.config, int(rng.integers(10, 41)), seed)
 
     engine.warm_up()
+    watch = Watch(engine)
     driver = Driver(engine)
     listeners: list[Listener] = []
     arrivals = np.cumsum(rng.exponential(1 / options.rate, int(options.rate * options.seconds)))
@@ -79,6 +116,7 @@ def main() -> None:
     elapsed_s = time.perf_counter() - start
     stats = engine.stats()
     driver.close()
+    watch.report()
     firsts = np.sort([listener.first_s for listener in listeners]) * 1000
     print_table(
         [
