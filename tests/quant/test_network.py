@@ -72,7 +72,7 @@ def test_agreement_by_hand():
     assert len(list(advice(agreement))) == 2
 
 
-@pytest.mark.parametrize("weights", ["int4", "fp8", "talker=int8,predictor=int4"])
+@pytest.mark.parametrize("weights", ["fp8", "talker=int8,predictor=int4"])
 def test_the_engine_equals_the_reference(folder, weights):
     """Token for token: row by row in numpy, prompts in torch."""
     lab = Lab(folder, "cpu", torch.float32)
