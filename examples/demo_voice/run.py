@@ -1,0 +1,144 @@
+"""The demo voice, from nothing to a model that speaks: all stages in order, each once, within the time that there is.
+
+    python examples/demo_voice/run.py --work out/demo_voice --device cuda
+    python examples/demo_voice/run.py --work out/tiny --settings tiny
+
+The same line again goes on where it was. Exit status 0: all is done; 3: the time of this call (--limit-s) was over,
+call again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from checkpoints import write_start
+from kit import find_kit
+from package import join, package, split, write_curves
+from sentences import write_sentences
+from settings import SETTINGS, Settings
+from speak import speak_all
+from training import Clock, Trainer
+
+AGAIN = 3
+PART_BYTES = 15 << 20
+
+
+class Recipe:
+    """The stages by name. Each returns whether it is done, and finds what the ones before it left in `work`."""
+
+    def __init__(self, work: Path, settings: Settings, clock: Clock, kit: Path | None, device: str | None) -> None:
+        self.work, self.settings, self.clock, self.archive = work, settings, clock, kit
+        self.trainer = Trainer(work, settings, clock, device)
+        self.stages: dict[str, Callable[[], bool]] = {
+            "sentences": self.sentences, "speech": self.speech, "codec_start": self.codec_start,
+            "codec": self.trainer.codec, "start": self.start, "set": self.trainer.prepare,
+            "talker": self.trainer.talker, "model": self.model,
+        }  # fmt: skip
+
+    def sentences(self) -> bool:
+        count = write_sentences(self.work, self.settings, find_kit(self.archive, self.work / "kit").fortunes)
+        print(f"{count} sentences", flush=True)
+        return True
+
+    def speech(self) -> bool:
+        kit, deadline = find_kit(self.archive, self.work / "kit"), time.monotonic() + self.clock.left_s
+        return all(
+            speak_all(self.work / f"{source}.jsonl", self.work / folder, kit, deadline=deadline)
+            for source, folder in (("unseen", "unseen"), ("sentences", "speech"))
+        )
+
+    def codec_start(self) -> bool:
+        write_start(self.work / "codec_start", self.settings, self.work / "sentences.jsonl")
+        return True
+
+    def start(self) -> bool:
+        codec = self.work / "codec" / "codec"
+        write_start(self.work / "start", self.settings, self.work / "sentences.jsonl", codec)
+        return True
+
+    def model(self) -> bool:
+        folder = package(self.work, self.settings)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        print(f"{folder}: {size / 1e6:.1f} MB", flush=True)
+        return True
+
+    def run(self, until: str | None) -> int:
+        """Exit status. Notes each stage's seconds in times.csv."""
+        for name, stage in self.stages.items():
+            if name in self._done():
+                continue
+            started = time.monotonic()
+            is_done = self.clock.left_s > 0 and stage()
+            took_s = time.monotonic() - started
+            self._note(name, took_s, is_done)
+            print(f"{name}: {took_s:.0f} s{'' if is_done else ', goes on at the next call'}", flush=True)
+            if not is_done:
+                return AGAIN
+            if name == until:
+                break
+        return 0
+
+    def export(self, target: Path) -> None:
+        """The model if there is one, else the codec that has been trained, and the curves, in parts to be fetched."""
+        write_curves(self.work)
+        names = ("model", "curves", "times.csv", "plan.json", "unseen.jsonl")
+        names += () if (self.work / "model").is_dir() else ("start",)
+        parts = split([self.work / name for name in names if (self.work / name).exists()], target, PART_BYTES)
+        print(f"{target}: {len(parts)} parts", flush=True)
+
+    def _done(self) -> set[str]:
+        path = self.work / "times.csv"
+        if not path.exists():
+            return set()
+        with path.open(newline="") as file:
+            return {row["stage"] for row in csv.DictReader(file) if row["is_done"] == "1"}
+
+    def _note(self, name: str, took_s: float, is_done: bool) -> None:
+        path = self.work / "times.csv"
+        is_new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if is_new:
+                writer.writerow(("stage", "took_s", "is_done"))
+            writer.writerow((name, f"{took_s:.1f}", int(is_done)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("out/demo_voice"), help="folder of everything")
+    parser.add_argument("--settings", choices=SETTINGS, default="full")
+    parser.add_argument("--kit", type=Path, help="archive of `kit.py`; default: what is installed")
+    parser.add_argument("--device", help="of the trainings; default: a GPU if there is one")
+    parser.add_argument("--hours", type=float, help="of speech, instead of the setting's")
+    parser.add_argument("--codec-s", type=float, help="time of the codec's training")
+    parser.add_argument("--talker-s", type=float, help="time of the talker's training")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="time of this call")
+    parser.add_argument("--until", help="last stage of this call")
+    parser.add_argument("--export", type=Path, help="afterwards, the result in parts of 15 MiB, into this folder")
+    parser.add_argument("--join", type=Path, help="only: unpack such parts into --work")
+    args = parser.parse_args()
+    if args.join:
+        join(args.join, args.work)
+        return 0
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+    settings = SETTINGS[args.settings]
+    given = {stage: value for stage, value in (("codec", args.codec_s), ("talker", args.talker_s)) if value}
+    settings = replace(settings, budgets_s={**settings.budgets_s, **given}, hours=args.hours or settings.hours)
+    args.work.mkdir(parents=True, exist_ok=True)
+    recipe = Recipe(args.work, settings, Clock(args.limit_s), args.kit, args.device)
+    try:
+        return recipe.run(args.until)
+    finally:
+        if args.export:
+            recipe.export(args.export)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
