@@ -48,8 +48,9 @@ def write_curves(work: Path) -> dict[str, dict[str, str]]:
     last = {}
     for stage in ("codec", "talker"):
         for kind in ("train", "validation"):
-            source = work / stage / f"{kind}.csv"
-            if not source.is_file():
+            kept_from = work / "curves" / f"{stage}-{kind}.csv"  # of a training elsewhere
+            source = next((path for path in (work / stage / f"{kind}.csv", kept_from) if path.is_file()), None)
+            if source is None:
                 continue
             with source.open(newline="") as file:
                 rows = list(csv.DictReader(file))

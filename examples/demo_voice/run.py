@@ -28,6 +28,12 @@ from training import Clock, Trainer
 
 AGAIN = 3
 PART_BYTES = 15 << 20
+# What a stage leaves; with one of these there, it is not done again. (A codec that was carried here lies in `start`.)
+RESULTS = {
+    "sentences": ("sentences.jsonl",), "speech": ("speech/clips.jsonl",), "codec_start": ("codec_start", "start"),
+    "codec": ("codec/codec", "start"), "start": ("start",), "set": ("set/manifest.json",), "talker": ("talker/model",),
+    "model": ("model",),
+}  # fmt: skip
 
 
 class Recipe:
@@ -86,9 +92,10 @@ class Recipe:
         return 0
 
     def export(self, target: Path) -> None:
-        """The model if there is one, else the codec that has been trained, and the curves, in parts to be fetched."""
+        """The model if there is one, else the codec that has been trained (in `start`, to go on with by `--join`), and
+        the curves, in parts to be fetched."""
         write_curves(self.work)
-        names = ("model", "curves", "times.csv", "plan.json", "unseen.jsonl")
+        names = ("model", "curves", "times.csv", "plan.json", "sentences.jsonl", "unseen.jsonl")
         names += () if (self.work / "model").is_dir() else ("start",)
         parts = split([self.work / name for name in names if (self.work / name).exists()], target, PART_BYTES)
         print(f"{target}: {len(parts)} parts", flush=True)
@@ -98,7 +105,8 @@ class Recipe:
         if not path.exists():
             return set()
         with path.open(newline="") as file:
-            return {row["stage"] for row in csv.DictReader(file) if row["is_done"] == "1"}
+            done = {row["stage"] for row in csv.DictReader(file) if row["is_done"] == "1"}
+        return {name for name in done if any((self.work / result).exists() for result in RESULTS[name])}
 
     def _note(self, name: str, took_s: float, is_done: bool) -> None:
         path = self.work / "times.csv"
