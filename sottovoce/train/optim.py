@@ -75,9 +75,21 @@ class AdamW:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._update(name, 1.0))
 
     def apply(self, scale: float = 1.0) -> None:
-        """Moves all weights by their gradients times `scale`, and frees the gradients."""
-        for name in self.parameters:
-            self._update(name, scale)
+        """Moves all weights by their gradients times `scale`, and frees the gradients.
+
+        Small float32 tensors go together, with the same results: a small model has hundreds of them, and each by itself
+        would be sixteen launches.
+        """
+        together: list[str] = []
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None or parameter.dtype != torch.float32 or "first_scale" in self.state[name]:
+                self._update(name, scale)
+                continue
+            if sum(len(self.state[other]["first"]) for other in together) + parameter.numel() > CHUNK:
+                self._update_together(together, scale)
+                together = []
+            together.append(name)
+        self._update_together(together, scale)
 
     def clear_gradients(self) -> None:
         for parameter in self.parameters.values():
@@ -88,8 +100,8 @@ class AdamW:
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         if not gradients:
             return torch.zeros(())
-        squares = torch.stack([torch.linalg.vector_norm(local(g), dtype=torch.float32).square() for g in gradients])
-        total = squares.sum()
+        norms = torch._foreach_norm([local(gradient) for gradient in gradients], 2, dtype=torch.float32)
+        total = torch.stack(norms).square().sum()
         if hasattr(gradients[0], "to_local"):
             torch.distributed.all_reduce(total)
         return total.sqrt()
@@ -122,10 +134,7 @@ class AdamW:
         if parameter.grad is None:
             return
         weights, gradient = local(parameter).detach().view(-1), local(parameter.grad).reshape(-1)
-        decay = self.options.weight_decay if parameter.ndim > 1 and "embedding" not in name else 0.0
-        rate = self.learning_rate
-        for start, factor in self.factors.items():
-            rate *= factor if name.startswith(start) else 1.0
+        rate, decay = self._rate(name)
         if self.options.has_kernel and "first_scale" in state and "master" not in state:
             self._launch(weights, gradient, state, scale, rate, decay)
             parameter.grad = None
@@ -134,6 +143,38 @@ class AdamW:
             part = slice(start, min(start + CHUNK, len(weights)))
             self._update_chunk(weights, gradient[part].float() * scale, state, part, rate, decay)
         parameter.grad = None
+
+    @torch.no_grad()
+    def _update_together(self, names: list[str], scale: float) -> None:
+        """`_update` of float32 tensors, as few launches."""
+        if len(names) < 2:
+            for name in names:
+                self._update(name, scale)
+            return
+        (beta1, beta2), parameters = self.options.betas, [self.parameters[name] for name in names]
+        weights = [local(parameter).detach().view(-1) for parameter in parameters]
+        slopes = [local(parameter.grad).reshape(-1) for parameter in parameters]
+        firsts, seconds = ([self.state[name][key] for name in names] for key in ("first", "second"))
+        rates = [self._rate(name) for name in names]
+        torch._foreach_mul_(slopes, scale)
+        torch._foreach_lerp_(firsts, slopes, 1 - beta1)
+        torch._foreach_mul_(slopes, slopes)
+        torch._foreach_lerp_(seconds, slopes, 1 - beta2)
+        spreads = torch._foreach_div(seconds, 1 - beta2**self.num_steps)
+        torch._foreach_sqrt_(spreads)
+        torch._foreach_add_(spreads, self.options.eps)
+        torch._foreach_mul_(weights, [1 - rate * decay for rate, decay in rates])
+        torch._foreach_addcdiv_(weights, firsts, spreads, [-rate / (1 - beta1**self.num_steps) for rate, _ in rates])
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _rate(self, name: str) -> tuple[float, float]:
+        """Learning rate and weight decay of a parameter."""
+        rate = self.learning_rate
+        for start, factor in self.factors.items():
+            rate *= factor if name.startswith(start) else 1.0
+        is_matrix = self.parameters[name].ndim > 1 and "embedding" not in name
+        return rate, self.options.weight_decay if is_matrix else 0.0
 
     def _launch(
         self, weights: Tensor, gradient: Tensor, state: dict[str, Tensor], scale: float, rate: float, decay: float

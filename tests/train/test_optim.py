@@ -50,6 +50,26 @@ def test_pieces_make_no_difference(monkeypatch):
     assert torch.equal(whole, train(nn.Parameter(torch.ones(30, 100)), AdamOptions(), 3, 1e-2))
 
 
+def test_tensors_that_go_together_move_as_each_by_itself(monkeypatch):
+    shapes = {"matrix": (30, 20), "bias": (7,), "embedding": (9, 5), "large": (40, 60), "unused": (3,)}
+
+    def moved(chunk: int) -> list[torch.Tensor]:
+        monkeypatch.setattr("sottovoce.train.optim.CHUNK", chunk)
+        generator = torch.Generator().manual_seed(0)
+        drawn = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+        optimizer = AdamW(drawn, factors={"large": 0.5})
+        for _ in range(3):
+            for name, parameter in drawn.items():
+                gradient = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = None if name == "unused" else gradient
+            optimizer.begin_step(1e-2)
+            optimizer.apply(0.7)
+        return list(drawn.values())
+
+    for one, together in zip(moved(256), moved(2000), strict=True):
+        assert torch.equal(one, together)
+
+
 @pytest.mark.parametrize("rounding", ["stochastic", "master"])
 def test_small_steps_arrive_in_bf16(rounding):
     """A step of 1e-6 on weights of 0.02 is 1/160 of a bf16 step there. Plain rounding would lose them all."""
