@@ -53,6 +53,27 @@ __host__ __device__ constexpr int chains_of(int tiles, int deep) {
 // Where this lane's eight columns of block i of its warp's share of K begin.
 __device__ __forceinline__ int column_of(int i) { return (threadIdx.x >> 5) * 64 + (threadIdx.x & 3) * 8 + i / 2 * 512 + i % 2 * 32; }
 
+// A warp's sums of T tiles, chains added up, for `tile_sum`.
+template <int T, int CHAINS>
+__device__ __forceinline__ void put_sums(float2* sums, const float (&c)[T][CHAINS][MT][4]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int t = 0; t < T; t++)
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+      float total[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        total[i] = c[t][0][m][i];
+#pragma unroll
+        for (int n = 1; n < CHAINS; n++) total[i] += c[t][n][m][i];
+      }
+      float2* to = sums + (t * OCTETS + 2 * m) * 32 + lane;
+      to[0] = make_float2(total[0], total[1]);
+      if (2 * m + 1 < OCTETS) to[32] = make_float2(total[2], total[3]);
+    }
+}
+
 struct Norm {
   const u16* weight;
   u16* out;   // rows of normalized x, 2 K apart; may be null
@@ -158,22 +179,7 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
     stream.template done<U>();
   }
 
-  float2* sums = (float2*)(memory + Shared::sums);
-#pragma unroll
-  for (int t = 0; t < T; t++)
-#pragma unroll
-    for (int m = 0; m < MT; m++) {
-      float total[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        total[i] = c[t][0][m][i];
-#pragma unroll
-        for (int n = 1; n < CHAINS; n++) total[i] += c[t][n][m][i];
-      }
-      float2* to = sums + ((warp * T + t) * OCTETS + 2 * m) * 32 + lane;
-      to[0] = make_float2(total[0], total[1]);
-      if (2 * m + 1 < OCTETS) to[32] = make_float2(total[2], total[3]);
-    }
+  put_sums((float2*)(memory + Shared::sums) + warp * T * OCTETS * 32, c);
   block_sync();
 }
 

@@ -106,21 +106,6 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
       asm volatile("cp.async.commit_group;" ::: "memory");
     }
 
-  float2* sums = (float2*)(memory + Shared::sums + warp * WARP_SUMS);  // in place of the warp's x
-#pragma unroll
-  for (int t = 0; t < T; t++)
-#pragma unroll
-    for (int m = 0; m < MT; m++) {
-      float total[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        total[i] = c[t][0][m][i];
-#pragma unroll
-        for (int n = 1; n < CHAINS; n++) total[i] += c[t][n][m][i];
-      }
-      float2* to = sums + (t * OCTETS + 2 * m) * 32 + lane;
-      to[0] = make_float2(total[0], total[1]);
-      to[32] = make_float2(total[2], total[3]);
-    }
+  put_sums((float2*)(memory + Shared::sums + warp * WARP_SUMS), c);  // in place of the warp's x
   block_sync();
 }
