@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sottovoce import TTS
+from sottovoce.config import ModelConfig
 from sottovoce.types import Sampling
 from tests.engine.test_engine import MAX_FRAMES, make_lab
 from tests.tiny import tiny_checkpoint
@@ -98,6 +99,20 @@ def test_streamed_audio_is_the_whole_bit_for_bit(tmp_path):
         chunks = list(tts.stream("One two three.", seed=3, max_frames=60))
     assert np.array_equal(np.concatenate([chunk.samples for chunk in chunks]), whole.samples)
     assert len(chunks[0].samples) == 1920
+
+
+def test_a_longer_request_takes_its_keys_and_values_and_nothing_else(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "voice_design", mean_frames=None)
+    talker = ModelConfig.from_folder(folder).talker
+    kv_bytes = talker.num_hidden_layers * 2 * talker.num_key_value_heads * talker.head_dim * 2
+    with TTS.from_pretrained(folder, dtype="bfloat16") as tts:
+        tts.generate("One two three.", seed=3, max_frames=40)  # captures
+        at = []
+        for chunk in tts.stream("One two three.", seed=3, max_frames=160):
+            at.append(torch.cuda.memory_allocated())
+            assert len(chunk.samples)
+    growth = max(at[4:]) - at[3]
+    assert growth <= 1.05 * kv_bytes * 160, f"{growth} bytes more over 160 frames of {kv_bytes} bytes"
 
 
 def test_fp16_gives_no_nan(tmp_path):
