@@ -20,6 +20,7 @@ LETTERS_A_SECOND = 14.0  # of these synthesizers, spaces included; measured over
 MIN_LETTERS, MAX_LETTERS = 12, 140
 _SENTENCE = re.compile(r"[^.!?]+[.!?]")
 _SLOT = re.compile(r"\{(\w+)\}")
+_UNWANTED = re.compile(r"fag|nigg|rape|slut|whore|bitch|fuck|shit|nazi|hitler|sex|porn|hure|puta|негр|жид", re.IGNORECASE)
 
 
 def write_sentences(folder: Path, settings: Settings, sources: Path | None) -> int:
@@ -57,7 +58,8 @@ def clean_sentences(text: str) -> Iterator[str]:
             words = sentence.split()
             is_shouting = sum(word.isupper() and len(word) > 1 for word in words) > 1
             is_whole = sentence[:1].isupper() and len(words) > 2 and max(map(len, words)) < 18
-            if MIN_LETTERS <= len(sentence) <= MAX_LETTERS and is_plain and is_whole and not is_shouting:
+            is_odd = is_shouting or _UNWANTED.search(sentence)
+            if MIN_LETTERS <= len(sentence) <= MAX_LETTERS and is_plain and is_whole and not is_odd:
                 yield sentence
 
 

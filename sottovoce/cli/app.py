@@ -15,6 +15,7 @@ import typer
 import typer.main
 
 from sottovoce.cli.bench import bench
+from sottovoce.cli.bench_quality import bench_quality
 from sottovoce.cli.decode import decode
 from sottovoce.cli.doctor import doctor
 from sottovoce.cli.encode import encode
@@ -61,6 +62,7 @@ def _root(
 for command in (say, encode, decode, plan, quantize, doctor, make_random, watch, trace):
     app.command()(command)
 app.add_typer(voice)
+bench.command("quality")(bench_quality)
 app.add_typer(bench)
 train.command("codec")(train_codec)
 app.add_typer(train)

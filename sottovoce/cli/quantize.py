@@ -90,9 +90,10 @@ def _measure(source: Path, target: Path, frames: int, device: str | None, dtype:
 
     where, config = pick_device(device), ModelConfig.from_folder(source)
     codes, requests, before_s, used = _speak(source, frames, device, dtype)
-    expected = _logits(source, requests, codes, where, used["dtype"])
+    expected = teacher_logits(source, requests, codes, where, used["dtype"])
     _, _, after_s, _ = _speak(target, frames, device, dtype)
-    agreement = compare(expected, _logits(target, requests, codes, where, used["dtype"]), banned_codes(config.talker))
+    got = teacher_logits(target, requests, codes, where, used["dtype"])
+    agreement = compare(expected, got, banned_codes(config.talker))
     return {
         "device": used["device"],
         "dtype": used["dtype"],
@@ -142,7 +143,7 @@ def _voice(tts: Any) -> Any:
     return Voice(x_vector=vector / np.linalg.norm(vector))
 
 
-def _logits(
+def teacher_logits(
     folder: Path, requests: list[Request], codes: list[np.ndarray], device: torch.device, dtype: str
 ) -> list[Logits]:
     """What a model would say at each step of the given codes, on the host."""

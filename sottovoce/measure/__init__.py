@@ -1,0 +1,1 @@
+"""How good, how fast, how large: measurements of a whole model, as a user would see it."""
