@@ -20,7 +20,10 @@ LETTERS_A_SECOND = 14.0  # of these synthesizers, spaces included; measured over
 MIN_LETTERS, MAX_LETTERS = 12, 140
 _SENTENCE = re.compile(r"[^.!?]+[.!?]")
 _SLOT = re.compile(r"\{(\w+)\}")
-_UNWANTED = re.compile(r"fag|nigg|rape|slut|whore|bitch|fuck|shit|nazi|hitler|sex|porn|hure|puta|негр|жид", re.IGNORECASE)
+_UNWANTED = re.compile(
+    r"\b(fag\w*|nigg\w*|rape|slut\w*|whore\w*|bitch\w*|fuck\w*|shit\w*|nazi\w*|hitler|sex\w*|porn\w*|hure|puta)\b",
+    re.IGNORECASE,
+)
 
 
 def write_sentences(folder: Path, settings: Settings, sources: Path | None) -> int:

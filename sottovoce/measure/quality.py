@@ -15,8 +15,8 @@ import numpy as np
 
 from sottovoce.api import TTS
 from sottovoce.api_codec import Codec
-from sottovoce.codec.codec import DecodeMode
 from sottovoce.audio.io import read_audio
+from sottovoce.codec.codec import DecodeMode
 from sottovoce.measure.recognizer import Recognizer, word_errors
 from sottovoce.measure.sentences import Item
 from sottovoce.train.codec_judge import judge, means
