@@ -30,9 +30,9 @@ AGAIN = 3
 PART_BYTES = 15 << 20
 # What a stage leaves; with one of these there, it is not done again. (A codec that was carried here lies in `start`.)
 RESULTS = {
-    "sentences": ("sentences.jsonl",), "speech": ("speech/clips.jsonl",), "codec_start": ("codec_start", "start"),
-    "codec": ("codec/codec", "start"), "start": ("start",), "set": ("set/manifest.json",), "talker": ("talker/model",),
-    "model": ("model",),
+    "sentences": ("sentences.jsonl",), "unseen": ("unseen/clips.jsonl",), "speech": ("speech/clips.jsonl",),
+    "codec_start": ("codec_start", "start"), "codec": ("codec/codec", "start"), "start": ("start",),
+    "set": ("set/manifest.json",), "talker": ("talker/model", "model"), "model": ("model",),
 }  # fmt: skip
 
 
@@ -43,9 +43,9 @@ class Recipe:
         self.work, self.settings, self.clock, self.archive = work, settings, clock, kit
         self.trainer = Trainer(work, settings, clock, device)
         self.stages: dict[str, Callable[[], bool]] = {
-            "sentences": self.sentences, "speech": self.speech, "codec_start": self.codec_start,
-            "codec": self.trainer.codec, "start": self.start, "set": self.trainer.prepare,
-            "talker": self.trainer.talker, "model": self.model,
+            "sentences": self.sentences, "unseen": self.unseen, "speech": self.speech,
+            "codec_start": self.codec_start, "codec": self.trainer.codec, "start": self.start,
+            "set": self.trainer.prepare, "talker": self.trainer.talker, "model": self.model,
         }  # fmt: skip
 
     def sentences(self) -> bool:
@@ -53,12 +53,15 @@ class Recipe:
         print(f"{count} sentences", flush=True)
         return True
 
+    def unseen(self) -> bool:
+        return self._speak("unseen", "unseen")
+
     def speech(self) -> bool:
+        return self._speak("sentences", "speech")
+
+    def _speak(self, source: str, folder: str) -> bool:
         kit, deadline = find_kit(self.archive, self.work / "kit"), time.monotonic() + self.clock.left_s
-        return all(
-            speak_all(self.work / f"{source}.jsonl", self.work / folder, kit, deadline=deadline)
-            for source, folder in (("unseen", "unseen"), ("sentences", "speech"))
-        )
+        return speak_all(self.work / f"{source}.jsonl", self.work / folder, kit, deadline=deadline)
 
     def codec_start(self) -> bool:
         write_start(self.work / "codec_start", self.settings, self.work / "sentences.jsonl")

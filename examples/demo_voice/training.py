@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -22,9 +23,11 @@ from settings import Settings
 
 WARM_STEPS = 10  # of a trial, that are slower: kernels are compiled and chosen
 OVERHEAD = 1.15  # validations, states and what else is not a step
-GAN_COST = 2.5  # of a step with discriminators, in steps without: three passes of them, two of them backward
+GAN_COST = 2.5  # estimate: a step with discriminators, in steps without; they pass three times, twice backward
+MIN_GAN_STEPS = 8000  # with fewer in all, steps without discriminators are worth more
 TRIAL_CLIPS = 300
 GRACE_S = 120.0  # to write what there is after Ctrl-C
+FAST = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}  # products of float32 on tensor cores, where a GPU has them
 MIN_S = 5.0  # less is not worth a start
 NEVER = 10**6
 
@@ -62,7 +65,7 @@ class Trainer:
         steps = self._steps("codec", ["codec", *common, "--data", trial])
         if steps is None:
             return False
-        if s.gan_share is not None and steps > 2000:
+        if s.gan_share is not None and steps >= MIN_GAN_STEPS:
             common += ["--gan-from", int(steps * s.gan_share), "--gan-warmup", min(1000, steps // 40)]
         return self._train("codec", ["codec", *common, "--data", self._path("speech", "clips.jsonl")], steps)
 
@@ -102,8 +105,10 @@ class Trainer:
             with (trial / "train.csv").open(newline="") as file:
                 step_s = median(float(row["step_s"]) for row in list(csv.DictReader(file))[WARM_STEPS:])
             shutil.rmtree(trial)
-            cost = 1.0 if stage != "codec" or s.gan_share is None else s.gan_share + (1 - s.gan_share) * GAN_COST
-            steps = max(s.trial_steps, int(s.budgets_s[stage] / (step_s * cost * OVERHEAD)))
+            steps = max(s.trial_steps, int(s.budgets_s[stage] / (step_s * OVERHEAD)))
+            if stage == "codec" and s.gan_share is not None:
+                with_gan = int(steps / (s.gan_share + (1 - s.gan_share) * GAN_COST))
+                steps = with_gan if with_gan >= MIN_GAN_STEPS else min(steps, MIN_GAN_STEPS - 1)
             self._note(**{f"{stage}_step_s": step_s, f"{stage}_steps": steps})
             print(f"{stage}: {1000 * step_s:.0f} ms a step, so {steps} steps", flush=True)
         return int(self._plan()[f"{stage}_steps"])
@@ -136,7 +141,10 @@ class Trainer:
         command += ["--quiet"] if arguments[0] != "prepare" else []
         command += ["--device", self.device] if self.device else []
         with (self.work / f"{stage}.log").open("a") as log:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+            process = subprocess.Popen(
+                command, env={**os.environ, **FAST}, stdout=subprocess.PIPE, stderr=log, text=True,
+                start_new_session=True,
+            )  # fmt: skip
             try:
                 told, _ = process.communicate(timeout=limit_s if limit_s < NEVER else None)
                 was_stopped = False

@@ -154,8 +154,8 @@ def test_the_whole_recipe_in_a_tiny_size(tmp_path):
     assert done.returncode == 0, done.stderr
     tmp_path /= "two"
     stages = [row.split(",")[0] for row in (tmp_path / "times.csv").read_text().splitlines()[1:]]
-    begun = ["sentences", "speech", "codec_start", "codec", "start"]
-    assert stages == [*begun, "speech", "set", "talker", "model"]
+    begun = ["sentences", "unseen", "speech", "codec_start", "codec", "start"]
+    assert stages == [*begun, "unseen", "speech", "set", "talker", "model"]
     rows = (tmp_path / "curves" / "talker-train.csv").read_text().splitlines()[1:]
     losses = [float(row.split(",")[1]) for row in rows]
     assert losses[-1] < losses[0] - 0.5
