@@ -81,15 +81,14 @@ class Recipe:
     def run(self, until: str | None) -> int:
         """Exit status. Notes each stage's seconds in times.csv."""
         for name, stage in self.stages.items():
-            if name in self._done():
-                continue
-            started = time.monotonic()
-            is_done = self.clock.left_s > 0 and stage()
-            took_s = time.monotonic() - started
-            self._note(name, took_s, is_done)
-            print(f"{name}: {took_s:.0f} s{'' if is_done else ', goes on at the next call'}", flush=True)
-            if not is_done:
-                return AGAIN
+            if name not in self._done():
+                started = time.monotonic()
+                is_done = self.clock.left_s > 0 and stage()
+                took_s = time.monotonic() - started
+                self._note(name, took_s, is_done)
+                print(f"{name}: {took_s:.0f} s{'' if is_done else ', goes on at the next call'}", flush=True)
+                if not is_done:
+                    return AGAIN
             if name == until:
                 break
         return 0
@@ -131,7 +130,7 @@ def main() -> int:
     parser.add_argument("--codec-s", type=float, help="time of the codec's training")
     parser.add_argument("--talker-s", type=float, help="time of the talker's training")
     parser.add_argument("--limit-s", type=float, default=1e9, help="time of this call")
-    parser.add_argument("--until", help="last stage of this call")
+    parser.add_argument("--until", choices=RESULTS, help="last stage of this call")
     parser.add_argument("--export", type=Path, help="afterwards, the result in parts of 15 MiB, into this folder")
     parser.add_argument("--join", type=Path, help="only: unpack such parts into --work")
     args = parser.parse_args()
