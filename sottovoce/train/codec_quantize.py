@@ -98,23 +98,29 @@ class TrainedQuantizer(nn.Module):
             torch.distributed.all_reduce(self.counts)
             torch.distributed.all_reduce(self.sums)
             torch.distributed.broadcast(self.kept, 0)
-        for index, book in enumerate(self._books):
-            usage, total = book.cluster_usage, book.embed_sum
-            usage.lerp_(self.counts[index], 1 - decay)
-            total.lerp_(self.sums[index], 1 - decay)
-            mean = usage.mean()
-            is_unused = usage < MIN_SHARE * mean
-            fresh = self.kept[index][torch.arange(len(usage), device=usage.device) % KEPT_VECTORS]
-            usage.copy_(torch.where(is_unused, mean, usage))
-            total.copy_(torch.where(is_unused[:, None], fresh * mean, total))
+        # All codebooks at once: one by one they would be hundreds of launches a step.
+        usages, totals = [book.cluster_usage for book in self._books], [book.embed_sum for book in self._books]
+        usage, total = torch.stack(usages), torch.stack(totals)
+        usage.lerp_(self.counts, 1 - decay)
+        total.lerp_(self.sums, 1 - decay)
+        mean = usage.mean(1, keepdim=True)
+        is_unused = usage < MIN_SHARE * mean
+        fresh = self.kept[:, torch.arange(usage.shape[1], device=usage.device) % KEPT_VECTORS]
+        usage, total = (
+            torch.where(is_unused, mean, usage),
+            torch.where(is_unused[..., None], fresh * mean[..., None], total),
+        )
+        torch._foreach_copy_(usages, list(usage))
+        torch._foreach_copy_(totals, list(total))
         self._copy_books()
         self.start_step()
 
     @torch.no_grad()
     def _copy_books(self) -> None:
-        for book, copy in zip(self._books, self._copies, strict=True):
-            copy.embedding_sum.copy_(book.embed_sum)
-            copy.cluster_usage.copy_(book.cluster_usage)
+        torch._foreach_copy_(
+            [tensor for book in self._copies for tensor in (book.embedding_sum, book.cluster_usage)],
+            [tensor for book in self._books for tensor in (book.embed_sum, book.cluster_usage)],
+        )
 
     @torch.no_grad()
     def _begin(self, index: int, vectors: Tensor, num_frames: Tensor) -> None:
