@@ -31,11 +31,11 @@ class Speaker:
 
 
 SPEAKERS = (
-    Speaker("sally", "flite", "slt", ("english",)),
-    Speaker("russell", "flite", "rms", ("english",)),
-    Speaker("alan", "flite", "awb", ("english",)),
-    Speaker("ezra", "espeak-ng", "{language}+m3", LANGUAGES, 42),
-    Speaker("elsa", "espeak-ng", "{language}+f2", LANGUAGES, 58),
+    Speaker("alto", "flite", "slt", ("english",)),
+    Speaker("tenor", "flite", "awb", ("english",)),
+    Speaker("bass", "flite", "rms", ("english",)),
+    Speaker("baritone", "espeak-ng", "{language}+m3", LANGUAGES, 42),
+    Speaker("soprano", "espeak-ng", "{language}+f2", LANGUAGES, 58),
 )
 
 

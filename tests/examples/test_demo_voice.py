@@ -68,8 +68,8 @@ def test_clips_have_little_silence_and_one_level():
 @needs_synthesizers
 def test_speaking_goes_on_where_it_was(tmp_path):
     lines = [
-        {"text": "One more time.", "language": "english", "speaker": "sally"},
-        {"text": "Guten Tag.", "language": "german", "speaker": "ezra"},
+        {"text": "One more time.", "language": "english", "speaker": "alto"},
+        {"text": "Guten Tag.", "language": "german", "speaker": "baritone"},
     ]
     source = tmp_path / "lines.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -96,11 +96,11 @@ def test_what_is_trained_fits_into_a_wheel_and_the_official_package(tmp_path, se
         decode = official.model.speech_tokenizer.decode
         official.model.speech_tokenizer.decode = lambda e: codes.update(spoken=e[0]["audio_codes"]) or decode(e)
         waves, _ = official.generate_custom_voice(
-            "Hello.", speaker="alan", language="english", do_sample=False, subtalker_dosample=False, max_new_tokens=11
+            "Hello.", speaker="tenor", language="english", do_sample=False, subtalker_dosample=False, max_new_tokens=11
         )
         with TTS.from_pretrained(folder) as tts:
             greedy = {"sampling": Sampling.greedy(), "max_frames": 10, "retries": 0}
-            ours = tts.generate("Hello.", voice="alan", language="english", **greedy)
+            ours = tts.generate("Hello.", voice="tenor", language="english", **greedy)
         assert torch.equal(codes["spoken"].cpu(), torch.from_numpy(ours.codes))
         assert np.abs(waves[0] - ours.samples).max() < 1e-4
 
@@ -160,6 +160,6 @@ def test_the_whole_recipe_in_a_tiny_size(tmp_path):
     losses = [float(row.split(",")[1]) for row in rows]
     assert losses[-1] < losses[0] - 0.5
     with TTS.from_pretrained(tmp_path / "model") as tts:
-        speech = tts.generate("Hello.", voice="russell", max_frames=10, retries=0)
+        speech = tts.generate("Hello.", voice="bass", max_frames=10, retries=0)
         assert tts.speakers == [speaker.name for speaker in SPEAKERS] and np.isfinite(speech.samples).all()
-    assert "| russell | flite rms | english |" in (tmp_path / "model" / "README.md").read_text()
+    assert "| bass | flite rms | english |" in (tmp_path / "model" / "README.md").read_text()
