@@ -1,7 +1,7 @@
 """Quantized weights on a GPU: right, and how fast beside bfloat16, in one run.
 
     python benchmarks/quant.py [--only check,frame,layers,sweep] [--sizes 1.7B 0.6B] [--batches 1 64]
-        [--formats none int8 int4] [--workers 12] [--whole-frames]
+        [--formats none int8 int4] [--workers 12] [--no-whole-frames]
 
 check   kernels against whole numbers multiplied in float64, bit for bit, and rows alone against rows in company
 frame   a step of talker and predictor, with sampling, in each format: ms a frame, its floor, its ratio to bfloat16
@@ -154,7 +154,7 @@ def frame(options) -> Iterator[dict]:
             torch.cuda.empty_cache()
             network, held = random_network(SIZES[size], DEVICE, DTYPE, weights=formats), (size, text)
         about = {"size": size, "weights": describe(formats), "batch": batch}
-        row = attempt(about, frame_time, network, batch, options.whole_frames and not formats)
+        row = attempt(about, frame_time, network, batch, not options.no_whole_frames)
         if "step_ms" in row:
             floor_ms = frame_bytes(network.config, formats) / bandwidth * 1000
             plain.setdefault((size, batch), row["step_ms"])  # of the first format
@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 64])
     parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"], help="as --weights; the first is 1")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile ahead; 0: none")
-    parser.add_argument("--whole-frames", action="store_true", help="bfloat16 by the persistent CUDA kernel")
+    parser.add_argument("--no-whole-frames", action="store_true", help="without the persistent CUDA kernel")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.share is None:

@@ -256,6 +256,8 @@ class FrameKernel:
         widths = width, inner, p.norm.shape[0], p.down.shape[2]
         if heads != wanted or small != wanted or any(v % 1024 for v in widths):
             raise Unsupported("the frame kernel is built for 16 heads of 128, 8 of keys, and multiples of 1024")
+        if max(width, p.norm.shape[0]) > 2048:
+            raise Unsupported("the frame kernel normalizes rows of up to 2048")
         if len(p.heads) > 15 or t.eps != p.eps:
             raise Unsupported("the frame kernel is built for at most 16 codebooks and one epsilon")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sottovoce.config import PUBLISHED, ModelConfig
+from sottovoce.config import ModelConfig
 from sottovoce.formats import PRESETS, Formats, describe
 from sottovoce.memory.cards import CARDS, CPU, find_card
 from sottovoce.memory.footprint import (
@@ -38,6 +38,7 @@ from sottovoce.memory.plan import (
     Plan,
     Wish,
     gigabytes,
+    smaller_models,
 )
 from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE
 
@@ -114,9 +115,7 @@ def advise(wish: Wish, plan: Plan) -> Iterator[Advice]:
         yield from _tried(wish, [{"places": {**wish.places, "codec": "cpu"}}])
     if wish.places.get("text_embedding") == "device":
         yield from _tried(wish, [{"places": {**wish.places, "text_embedding": "host"}}])
-    published = {name: ModelConfig.published(name) for name in PUBLISHED}
-    smaller = (n for n, c in published.items() if c.kind == wish.config.kind and c.size < wish.config.size)
-    yield from _tried(wish, [{"model": name} for name in smaller])
+    yield from _tried(wish, [{"model": name} for name in smaller_models(wish.config)])
 
 
 def _tried(wish: Wish, many: Sequence[Mapping[str, Any]]) -> Iterator[Advice]:

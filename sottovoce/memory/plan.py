@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from sottovoce.config import CodecConfig, ModelConfig
+from sottovoce.config import PUBLISHED, CodecConfig, ModelConfig
 from sottovoce.formats import FORMATS, Formats, agree, from_config, parse_formats
 from sottovoce.memory.cards import Card, find_card
 from sottovoce.memory.footprint import KV_FP8, Layout
@@ -80,8 +80,40 @@ class Advice:
     changes: Mapping[str, Any]
 
 
+def smaller_models(config: ModelConfig) -> list[str]:
+    """Published models of the same kind that take less."""
+    published = {name: ModelConfig.published(name) for name in PUBLISHED}
+    return [name for name, other in published.items() if other.kind == config.kind and other.size < config.size]
+
+
+class Fit:
+    """The sums of a plan, a dataclass, over its parts."""
+
+    parts: Mapping[str, int]
+    missing: Mapping[str, int]
+
+    @property
+    def is_feasible(self) -> bool:
+        return not self.missing
+
+    @property
+    def total_bytes(self) -> int:
+        """What the parts take that fit."""
+        return sum(self.parts.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """What all parts take."""
+        return self.total_bytes + sum(self.missing.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        sums = {name: getattr(self, name) for name in ("is_feasible", "total_bytes", "needed_bytes")}
+        return asdict(self) | sums
+
+
 @dataclass(frozen=True)
-class Plan:
+class Plan(Fit):
     """What was decided, and why.
 
     Args:
@@ -117,25 +149,6 @@ class Plan:
     def quantized(self) -> dict[str, str]:
         """Formats of the parts that are in one of `formats.FORMATS`."""
         return {part: name for part, name in self.layout.formats.items() if name in FORMATS}
-
-    @property
-    def is_feasible(self) -> bool:
-        return not self.missing
-
-    @property
-    def total_bytes(self) -> int:
-        """What the parts take that fit."""
-        return sum(self.parts.values())
-
-    @property
-    def needed_bytes(self) -> int:
-        """What all parts take."""
-        return self.total_bytes + sum(self.missing.values())
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        sums = {name: getattr(self, name) for name in ("is_feasible", "total_bytes", "needed_bytes")}
-        return asdict(self) | sums
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from sottovoce.config import PUBLISHED, CodecConfig, ModelConfig
+from sottovoce.config import CodecConfig, ModelConfig
 from sottovoce.manifest import codec_tensors
 from sottovoce.memory.cards import CARDS, Card, find_card
 from sottovoce.memory.describe import ending_lines, part_lines, verdict
 from sottovoce.memory.footprint import CONTEXT_BYTES, PROCESS_BYTES, codec_encoder_bytes
-from sottovoce.memory.plan import UNKNOWN_CARD, Advice, gigabytes
+from sottovoce.memory.plan import UNKNOWN_CARD, Advice, Fit, gigabytes, smaller_models
 from sottovoce.train.codec_plan import plan_slices
 from sottovoce.train.footprint import TrainingWork, training_bytes
 from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE, InputError, reject_unknown
@@ -44,7 +44,7 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
+class TrainingPlan(Fit):
     """As `memory.plan.Plan`, for a training: `parts` that fit and `missing` ones, in bytes, each with its reason."""
 
     task: str
@@ -59,24 +59,6 @@ class TrainingPlan:
     missing: Mapping[str, int]
     reasons: Mapping[str, str]
     advice: tuple[Advice, ...] = field(default=())
-
-    @property
-    def is_feasible(self) -> bool:
-        return not self.missing
-
-    @property
-    def total_bytes(self) -> int:
-        """What the parts take that fit."""
-        return sum(self.parts.values())
-
-    @property
-    def needed_bytes(self) -> int:
-        return self.total_bytes + sum(self.missing.values())
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        sums = {name: getattr(self, name) for name in ("is_feasible", "total_bytes", "needed_bytes")}
-        return asdict(self) | sums
 
 
 def describe_training(plan: TrainingPlan, name: str) -> str:
@@ -236,16 +218,15 @@ def _advise(wish: _Wish, plan: TrainingPlan) -> Iterator[Advice]:
         yield Advice(f"allow {gigabytes(enough)} instead of {gigabytes(plan.memory_bytes)}", {"memory_bytes": enough})
     else:
         larger = [card for card in CARDS if (card.usable_bytes or 0) >= plan.needed_bytes]
-        least = sorted(larger, key=lambda card: card.usable_bytes or 0)[:1]
-        yield from _tried(wish, [{"card": card.name, "memory_bytes": None} for card in least])
+        # What fits depends on the memory there is, so the least of them need not do.
+        by_size = sorted(larger, key=lambda card: card.usable_bytes or 0)
+        yield from _tried(wish, [{"card": card.name, "memory_bytes": None} for card in by_size])
     if wish.method is not None:
         yield from _tried(wish, [{"method": None}])
     yield from _tried(wish, [{"rows": rows} for rows in (wish.rows // 2, wish.rows // 4, 1) if 0 < rows < wish.rows])
     yield from _tried(wish, [{"clip_s": length} for length in (30.0, 15.0, 8.0) if length < wish.clip_s])
     if wish.task == "train-talker":
-        published = {name: ModelConfig.published(name) for name in PUBLISHED}
-        smaller = (n for n, c in published.items() if c.kind == wish.config.kind and c.size < wish.config.size)
-        yield from _tried(wish, [{"model": name} for name in smaller])
+        yield from _tried(wish, [{"model": name} for name in smaller_models(wish.config)])
 
 
 def _tried(wish: _Wish, many: list[dict[str, Any]]) -> Iterator[Advice]:

@@ -220,6 +220,18 @@ def test_abort_frees_everything_within_five_steps(lab):
     assert set(ended) <= {2} and engine.stats().pages_used == 0
 
 
+def test_nothing_is_launched_behind_a_first_frame(lab):
+    engine = lab.engine(2, has_audio=True, lag=2)
+    lab.add(engine, 0)
+    while not any(len(event.samples) for event in engine.step()):
+        pass
+    row = engine._active[0].row
+    assert row.num_launched == 1
+    engine.step()
+    assert row.num_launched > 2  # from then on steps run ahead
+    engine.drain()
+
+
 def test_stragglers_delay_nobody(lab):
     """One row to the limit, 15 short, 16 waiting: the short ones take as many steps as without the long one."""
     engine = lab.engine(16, num_pages=16 * 16)

@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sottovoce.config import CodecConfig, ModelConfig
-from sottovoce.memory.cards import CARDS, CPU
+from sottovoce.memory.cards import CARDS, CPU, find_card
 from sottovoce.train.plan import METHODS, WAYS, make_training_plan
 from sottovoce.types import InputError
 
@@ -31,6 +31,7 @@ def plan(task="train-talker", name="1.7B-Base", **wish):
     st.integers(1, 16),
     st.floats(1, 90),
 )
+@example(("train-talker", None), find_card("RTX 3050 Laptop"), 1, 14, 37.0)  # needs all but a little of its card
 def test_a_plan_keeps_to_its_budget_and_its_advice_is_good(task, card, memory_bytes, rows, clip_s):
     wish = {"card": card, "memory_bytes": memory_bytes, "method": task[1], "rows": rows, "clip_s": clip_s}
     made = plan(task[0], **wish)

@@ -51,7 +51,7 @@ __device__ __forceinline__ void keep(u32 (&residual)[N], const Rows& x) {
   }
 }
 template <int WIDTH, int TILES, int N>
-__device__ __forceinline__ void add_residual(Barrier& barrier, u32 (&residual)[N], u16* out, int rows) {
+__device__ __forceinline__ void add_residual(u32 (&residual)[N], u16* out, int rows) {
 #pragma unroll
   for (int n = 0; n < N; n++) {
     const int i = threadIdx.x + n * THREADS;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void add_residual(Barrier& barrier, u32 (&residual)[N
 }
 // Tiles `offset` to offset + T of the block's PER_BLOCK; rows of `out` are `stride` apart.
 template <int WIDTH, int T, int PER_BLOCK>
-__device__ __forceinline__ void store(Barrier& barrier, u16* out, i64 stride, int rows, int offset, const u16* bias) {
+__device__ __forceinline__ void store(u16* out, i64 stride, int rows, int offset, const u16* bias) {
   for (int i = threadIdx.x; i < T * OCTETS * 32; i += THREADS) {
     const Place p = Place::of<WIDTH, PER_BLOCK>(i, offset, T);
     if (p.row < rows) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void store(Barrier& barrier, u16* out, i64 stride, in
   }
 }
 template <int WIDTH, int T, int PER_BLOCK>  // T tiles of gate and up in turn
-__device__ __forceinline__ void store_swiglu(Barrier& barrier, u16* out, int rows, int offset) {
+__device__ __forceinline__ void store_swiglu(u16* out, int rows, int offset) {
   for (int i = threadIdx.x; i < T / 2 * OCTETS * 32; i += THREADS) {
     const Place p = Place::of<WIDTH, PER_BLOCK>(i, offset, T / 2);
     if (p.row < rows)
@@ -91,7 +91,7 @@ __device__ __forceinline__ void gate_up(Stream& stream, Barrier& barrier, const 
 #pragma unroll 1
   for (int first = 0; first < T; first += GROUP) {
     project<WIDTH, GROUP, true, T>(stream, barrier, first == 0, x, norm);
-    store_swiglu<INNER, GROUP, PAIRS_A_BLOCK>(barrier, inner, x.rows, first / 2);
+    store_swiglu<INNER, GROUP, PAIRS_A_BLOCK>(inner, x.rows, first / 2);
     if (first + GROUP < T) block_sync();
   }
   barrier.arrive();
@@ -144,7 +144,7 @@ __device__ __forceinline__ void compute(const Frame& f) {
     for (int layer = 0; layer < LAYERS; layer++) {
       const Norms n = norms[layer];
       project<D, QKV_TILES, true, QKV_TILES>(stream, barrier, STAGED || layer > 0, x, Norm{n.input, nullptr, f.normed});
-      store<QKV, QKV_TILES, QKV_TILES>(barrier, f.qkv, QKV, batch, 0, nullptr);
+      store<QKV, QKV_TILES, QKV_TILES>(f.qkv, QKV, batch, 0, nullptr);
       barrier.arrive();
       prefetch_norms(norms[layer + 1], layer + 1 < LAYERS ? D : DP);
       const Talker talker{n.q, n.k, f.cos, f.sin, f.keys + layer * f.layer_stride, f.values + layer * f.layer_stride, f.positions, f.pages, (int)f.max_pages};
@@ -162,20 +162,20 @@ __device__ __forceinline__ void compute(const Frame& f) {
       if (waits) barrier.wait();
       barrier.arrive();
       project<ATTENDED, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, batch}, Norm{});
-      add_residual<D, OUT_TILES>(barrier, residual, f.middle, batch);
+      add_residual<D, OUT_TILES>(residual, f.middle, batch);
       barrier.arrive();
       gate_up<D, I, GATE_TILES>(stream, barrier, Rows{f.middle, D, batch}, Norm{n.post, nullptr, f.normed}, f.inner);
       project<I, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.inner, I, batch}, Norm{});
-      add_residual<D, OUT_TILES>(barrier, residual, f.last, batch);
+      add_residual<D, OUT_TILES>(residual, f.last, batch);
       barrier.arrive();
       x.x = f.last;
     }
     project<D, HEAD_TILES, true, HEAD_TILES>(stream, barrier, true, x, Norm{f.talker_norm, PROJECTS ? nullptr : f.inputs, f.normed});
-    store<V0, HEAD_TILES, HEAD_TILES>(barrier, f.logits, V0, batch, 0, nullptr);
+    store<V0, HEAD_TILES, HEAD_TILES>(f.logits, V0, batch, 0, nullptr);
     barrier.arrive();
     if (PROJECTS) {
       project<D, PROJECTION_TILES, true, PROJECTION_TILES>(stream, barrier, false, x, Norm{f.talker_norm, nullptr, f.normed});
-      store<DP, PROJECTION_TILES, PROJECTION_TILES>(barrier, f.inputs, 2 * DP, batch, 0, f.bias);
+      store<DP, PROJECTION_TILES, PROJECTION_TILES>(f.inputs, 2 * DP, batch, 0, f.bias);
     }
   }
 
@@ -210,7 +210,7 @@ __device__ __forceinline__ void compute(const Frame& f) {
       const Predictor small{n.q, n.k, f.predictor_cos, f.predictor_sin, f.small_keys + layer * small_stride, f.small_values + layer * small_stride};
       project<DP, SMALL_QKV_TILES, true, SMALL_QKV_TILES>(stream, barrier, true, x, Norm{n.input, nullptr, f.normed});
       if (layer == 0) keep<DP, SMALL_OUT_TILES>(residual, x);
-      store<QKV, SMALL_QKV_TILES, SMALL_QKV_TILES>(barrier, f.qkv, QKV, rows, 0, nullptr);
+      store<QKV, SMALL_QKV_TILES, SMALL_QKV_TILES>(f.qkv, QKV, rows, 0, nullptr);
       barrier.arrive();
       prefetch_norms(norms[LAYERS + (layer + 1) % SMALL_LAYERS], DP);
       Short attention;
@@ -234,18 +234,18 @@ __device__ __forceinline__ void compute(const Frame& f) {
       barrier.arrive();
       project<ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, rows}, Norm{});
 #endif
-      add_residual<DP, SMALL_OUT_TILES>(barrier, residual, f.middle, rows);
+      add_residual<DP, SMALL_OUT_TILES>(residual, f.middle, rows);
       barrier.arrive();
       gate_up<DP, IP, SMALL_GATE_TILES>(stream, barrier, Rows{f.middle, DP, rows}, Norm{n.post, nullptr, f.normed}, f.inner);
       project<IP, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.inner, IP, rows}, Norm{});
-      add_residual<DP, SMALL_OUT_TILES>(barrier, residual, f.last, rows);
+      add_residual<DP, SMALL_OUT_TILES>(residual, f.last, rows);
       barrier.arrive();
       x = Rows{f.last, DP, rows};
     }
     position += tokens;
     if (book < 0) continue;
     project<DP, SMALL_HEAD_TILES, true, SMALL_HEAD_TILES>(stream, barrier, true, Rows{f.last + (tokens - 1) * DP, tokens * DP, batch}, Norm{f.predictor_norm, nullptr, f.normed});
-    store<V, SMALL_HEAD_TILES, SMALL_HEAD_TILES>(barrier, f.logits, V, batch, 0, nullptr);
+    store<V, SMALL_HEAD_TILES, SMALL_HEAD_TILES>(f.logits, V, batch, 0, nullptr);
     barrier.arrive();
     barrier.wait();
     const bool is_last = book + 1 == CODEBOOKS;

@@ -12,7 +12,6 @@ constexpr int FUSED_ROWS = 2, FUSED_STRIDE = HEADS * HEAD_DIM + 8;  // 16 bytes 
 constexpr u32 WARP_SUMS = STAGED ? 2 * ROWS * 128 : MAX_TILES * ROWS * 32, SUM_BYTES = WARPS * WARP_SUMS;
 
 struct Shared {  // offsets in dynamic shared memory
-  static constexpr u32 stream = 0;
   static constexpr u32 sums = DEPTH * SLOT_BYTES;  // float [WARPS, tiles, ROWS, 8]; also the sampler's and attention's
   static constexpr u32 x = sums;
   static constexpr u32 squares = sums + SUM_BYTES;  // float [WARPS, ROWS]
@@ -97,6 +96,7 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
   constexpr int U = step_of(T < 3 ? T * DEEP : T);         // tiles taken at once
   constexpr int G = RESIDENT && CHAINS > 1 ? U : T < U ? T : U;  // of these, tiles multiplied in turn: of one k, or of one chain each
   static_assert(DEEP % CHAINS == 0 && U % G == 0, "chains divide K");
+  static_assert(!NORM || RESIDENT, "what is normalized stays in the registers");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int row = lane >> 2;
 
@@ -119,7 +119,7 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
     for (int o = 0; o < OCTETS; o++) {
       float total = 0;
 #pragma unroll
-      for (int i = 0; i < BLOCKS; i++) total = squares_of(RESIDENT ? a[i % AHEAD][o] : x.load(row + 8 * o, column_of(i)), total);
+      for (int i = 0; i < BLOCKS; i++) total = squares_of(a[i % AHEAD][o], total);
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
       if ((lane & 3) == 0) squares[warp * ROWS + row + 8 * o] = total;
@@ -132,16 +132,14 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
       for (int w = 0; w < WARPS; w++) total += squares[w * ROWS + row + 8 * o];
       scale[o] = rsqrtf(total / K + EPS);
     }
-    if (RESIDENT) {
 #pragma unroll
-      for (int i = 0; i < BLOCKS; i++)
+    for (int i = 0; i < BLOCKS; i++)
 #pragma unroll
-        for (int o = 0; o < OCTETS; o++) {
-          a[i % AHEAD][o] = normed(a[i % AHEAD][o], scale[o], weight[i]);
-          if (norm.out && blockIdx.x == 0 && row + 8 * o < x.rows)
-            publish((uint4*)(norm.out + (row + 8 * o) * (i64)(2 * K) + column_of(i)), a[i % AHEAD][o]);
-        }
-    }
+      for (int o = 0; o < OCTETS; o++) {
+        a[i % AHEAD][o] = normed(a[i % AHEAD][o], scale[o], weight[i]);
+        if (norm.out && blockIdx.x == 0 && row + 8 * o < x.rows)
+          publish((uint4*)(norm.out + (row + 8 * o) * (i64)(2 * K) + column_of(i)), a[i % AHEAD][o]);
+      }
   }
 
   float c[T][CHAINS][MT][4] = {};
@@ -154,14 +152,6 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
         const int u = step / (4 * G) * G + step % G, half = step / G % 4;
         const int t = (first + u) % T, k = (first + u) / T, block = 2 * k + half / 2;
         const uint4 b = w[u][half / 2];
-        if (!RESIDENT && NORM && t == 0 && half % 2 == 0) {
-#pragma unroll
-          for (int o = 0; o < OCTETS; o++) {
-            a[block % AHEAD][o] = normed(a[block % AHEAD][o], scale[o], weight[block]);
-            if (norm.out && blockIdx.x == 0 && row + 8 * o < x.rows)
-              publish((uint4*)(norm.out + (row + 8 * o) * (i64)(2 * K) + column_of(block)), a[block % AHEAD][o]);
-          }
-        }
 #pragma unroll
         for (int m = 0; m < MT; m++) {
           const uint4 lower = a[block % AHEAD][2 * m];
