@@ -28,12 +28,12 @@ class Listener(threading.Thread):
     def __init__(self, driver: Driver, plan, seed: int, frames: int) -> None:
         super().__init__(daemon=True)
         self.driver, self.plan, self.seed, self.frames = driver, plan, seed, frames
-        self.first_s = self.underrun_s = self.total_s = 0.0
-        self.num_underruns = 0
+        self.first_s = self.total_s = 0.0
+        self.underruns: list[tuple[float, float]] = []  # seconds played before, and missing
 
     def run(self) -> None:
         start = time.perf_counter()
-        played_until = None
+        played_until, played_s = None, 0.0
         for event in self.driver.submit(
             plan=self.plan, sampling=Sampling(), seed=self.seed, max_frames=self.frames, ahead_s=4.0
         ):
@@ -42,10 +42,10 @@ class Listener(threading.Thread):
                 self.first_s = now - start
                 played_until = now
             elif now > played_until and len(event.samples):
-                self.num_underruns += 1
-                self.underrun_s += now - played_until
+                self.underruns.append((played_s, now - played_until))
                 played_until = now
             played_until += len(event.samples) / SAMPLE_RATE
+            played_s += len(event.samples) / SAMPLE_RATE
         self.total_s = time.perf_counter() - start
 
 
@@ -117,6 +117,9 @@ def main() -> None:
     stats = engine.stats()
     driver.close()
     watch.report()
+    underruns = [underrun for listener in listeners for underrun in listener.underruns]
+    for played_s, missing_s in underruns:
+        print(json.dumps({"underrun_after_s": round(played_s, 2), "missing_ms": round(missing_s * 1000, 1)}))
     firsts = np.sort([listener.first_s for listener in listeners]) * 1000
     print_table(
         [
@@ -127,8 +130,8 @@ def main() -> None:
                 "first_p50_ms": float(np.percentile(firsts, 50)),
                 "first_p95_ms": float(np.percentile(firsts, 95)),
                 "first_p99_ms": float(np.percentile(firsts, 99)),
-                "underruns": sum(listener.num_underruns for listener in listeners),
-                "underrun_s": sum(listener.underrun_s for listener in listeners),
+                "underruns": len(underruns),
+                "underrun_s": sum(missing_s for _, missing_s in underruns),
                 "audio_s_per_s": sum(listener.frames for listener in listeners) * 0.08 / elapsed_s,
                 "wasted_row_steps": stats.wasted_share,
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
