@@ -24,7 +24,9 @@ from sottovoce.kernels.tables import Limits, PredictorWeights, SampleRows, Talke
 MAX_BATCH = 64
 CHUNK = 512  # positions of one block's share of a long row (attention.cuh)
 _HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
-_HEADERS = "base.cuh", "linear_staged.cuh", "linear.cuh", "attention.cuh", "sample.cuh"
+_FORMATS = "none", "int8", "int4", "fp8"  # by the number that they have in widen.cuh
+_MATRICES = "qkv", "out", "gate_up", "down"
+_HEADERS = "base.cuh", "widen.cuh", "linear_staged.cuh", "linear.cuh", "attention.cuh", "sample.cuh"
 _SOURCES = (*_HEADERS, "frame.cu")
 
 
@@ -52,6 +54,12 @@ class Variant:
     octets: int  # batch rows / 8
     is_fused: bool  # the predictor's attention is computed by every block instead of between two barriers
     is_profiled: bool = False
+    talker_format: str = "none"  # of layers' weights
+    predictor_format: str = "none"
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        return self.talker_format, self.predictor_format
 
     @property
     def max_tiles(self) -> int:
@@ -90,6 +98,8 @@ class Variant:
             "CODEBOOKS": self.codebooks,
             "PROJECTS": int(self.is_projected),
             "PAGE": self.page,
+            "TALKER_FORMAT": _FORMATS.index(self.talker_format),
+            "PREDICTOR_FORMAT": _FORMATS.index(self.predictor_format),
             "HEADS": _HEADS,
             "KV_HEADS": _KV_HEADS,
             "HEAD_DIM": _HEAD_DIM,

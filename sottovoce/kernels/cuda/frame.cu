@@ -7,8 +7,13 @@
 #include "attention.cuh"
 #include "sample.cuh"
 
-struct Norms {  // of one layer
+struct Norms {  // of one layer, and scales of rows of its weights; null of bf16
   const u16 *input, *q, *k, *post;
+#if QUANT
+  const float *qkv, *out, *gate_up, *down;
+#else
+  static constexpr const float *qkv = nullptr, *out = nullptr, *gate_up = nullptr, *down = nullptr;
+#endif
 };
 
 struct Frame {
@@ -84,13 +89,23 @@ __device__ __forceinline__ void store_swiglu(u16* out, int rows, int offset) {
   }
 }
 
+// For `put_scale`: of T tiles from `offset` on of the block's PER_BLOCK, PAIRS: of gate and up in turn.
+template <int FORMAT, int WIDTH, int T, int PER_BLOCK = T, bool PAIRS = false>
+__device__ __forceinline__ float own_scale(const float* scales, int offset = 0) {
+  if (FORMAT == BF16) return 1;
+  constexpr int TILES = PAIRS ? T / 2 : T;
+  const int i = min(threadIdx.x, T * 8 - 1), t = i >> 3, first = min((int)blockIdx.x * PER_BLOCK + offset, WIDTH / 8 - TILES);
+  return load_float_l2(scales + (first + (PAIRS ? t >> 1 : t)) * 8 + (i & 7) + (PAIRS && t & 1 ? WIDTH : 0));
+}
+
 // norm + gate and up + SwiGLU, at most GROUP tiles at a time, so that their sums fit the registers.
-template <int WIDTH, int INNER, int PAIRS_A_BLOCK>
-__device__ __forceinline__ void gate_up(Stream& stream, Barrier& barrier, const Rows& x, const Norm& norm, u16* inner) {
+template <int FORMAT, int WIDTH, int INNER, int PAIRS_A_BLOCK>
+__device__ __forceinline__ void gate_up(Stream& stream, Barrier& barrier, const Rows& x, const Norm& norm, const float* scales, u16* inner) {
   constexpr int T = 2 * PAIRS_A_BLOCK, GROUP = T <= MAX_TILES ? T : T % 3 == 0 && T / 3 <= MAX_TILES && T / 3 % 2 == 0 ? T / 3 : 2;
 #pragma unroll 1
   for (int first = 0; first < T; first += GROUP) {
-    project<WIDTH, GROUP, true, T>(stream, barrier, first == 0, x, norm);
+    const float scale = own_scale<FORMAT, INNER, GROUP, PAIRS_A_BLOCK, true>(scales, first / 2);
+    project<FORMAT, WIDTH, GROUP, true, T>(stream, barrier, first == 0, x, norm, scale);
     store_swiglu<INNER, GROUP, PAIRS_A_BLOCK>(inner, x.rows, first / 2);
     if (first + GROUP < T) block_sync();
   }
@@ -106,8 +121,16 @@ struct FromShared {  // attention outputs
   }
 };
 
-// Asks for a layer's norms, a layer ahead: to all blocks they would be news at once, behind the weights on their way.
-__device__ __forceinline__ void prefetch_norms(const Norms& n, int width) {
+// Asks for a layer's norms and scales, a layer ahead: to all blocks they would be news at once, behind the weights on their way.
+__device__ __forceinline__ void prefetch_norms(const Norms& n, int width, int inner) {
+  if (QUANT && n.qkv) {
+    const float* const scales[4] = {n.qkv, n.out, n.gate_up, n.down};
+    const int lines[4] = {QKV / 32, width / 32, 2 * inner / 32, width / 32};
+    int line = threadIdx.x * GRID + blockIdx.x;
+#pragma unroll
+    for (int i = 0; i < 4; line -= lines[i++])
+      if (0 <= line && line < lines[i]) prefetch_l2(scales[i] + line * 32);
+  }
   if (blockIdx.x != GRID - 1) return;
   const int lines = width * 2 / 128, i = threadIdx.x;
   if (i < lines) prefetch_l2(n.input + i * 64);
@@ -143,10 +166,10 @@ __device__ __forceinline__ void compute(const Frame& f) {
 #pragma unroll 1
     for (int layer = 0; layer < LAYERS; layer++) {
       const Norms n = norms[layer];
-      project<D, QKV_TILES, true, QKV_TILES>(stream, barrier, STAGED || layer > 0, x, Norm{n.input, nullptr, f.normed});
+      project<TALKER_FORMAT, D, QKV_TILES, true, QKV_TILES>(stream, barrier, STAGED || layer > 0, x, Norm{n.input, nullptr, f.normed}, own_scale<TALKER_FORMAT, QKV, QKV_TILES>(norms[layer].qkv));
       store<QKV, QKV_TILES, QKV_TILES>(f.qkv, QKV, batch, 0, nullptr);
       barrier.arrive();
-      prefetch_norms(norms[layer + 1], layer + 1 < LAYERS ? D : DP);
+      prefetch_norms(norms[layer + 1], layer + 1 < LAYERS ? D : DP, layer + 1 < LAYERS ? I : IP);
       const Talker talker{n.q, n.k, f.cos, f.sin, f.keys + layer * f.layer_stride, f.values + layer * f.layer_stride, f.positions, f.pages, (int)f.max_pages};
       bool waits = true;
 #pragma unroll 1
@@ -161,20 +184,20 @@ __device__ __forceinline__ void compute(const Frame& f) {
       }
       if (waits) barrier.wait();
       barrier.arrive();
-      project<ATTENDED, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, batch}, Norm{});
+      project<TALKER_FORMAT, ATTENDED, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, batch}, Norm{}, own_scale<TALKER_FORMAT, D, OUT_TILES>(norms[layer].out));
       add_residual<D, OUT_TILES>(residual, f.middle, batch);
       barrier.arrive();
-      gate_up<D, I, GATE_TILES>(stream, barrier, Rows{f.middle, D, batch}, Norm{n.post, nullptr, f.normed}, f.inner);
-      project<I, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.inner, I, batch}, Norm{});
+      gate_up<TALKER_FORMAT, D, I, GATE_TILES>(stream, barrier, Rows{f.middle, D, batch}, Norm{n.post, nullptr, f.normed}, norms[layer].gate_up, f.inner);
+      project<TALKER_FORMAT, I, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.inner, I, batch}, Norm{}, own_scale<TALKER_FORMAT, D, OUT_TILES>(norms[layer].down));
       add_residual<D, OUT_TILES>(residual, f.last, batch);
       barrier.arrive();
       x.x = f.last;
     }
-    project<D, HEAD_TILES, true, HEAD_TILES>(stream, barrier, true, x, Norm{f.talker_norm, PROJECTS ? nullptr : f.inputs, f.normed});
+    project<BF16, D, HEAD_TILES, true, HEAD_TILES>(stream, barrier, true, x, Norm{f.talker_norm, PROJECTS ? nullptr : f.inputs, f.normed});
     store<V0, HEAD_TILES, HEAD_TILES>(f.logits, V0, batch, 0, nullptr);
     barrier.arrive();
     if (PROJECTS) {
-      project<D, PROJECTION_TILES, true, PROJECTION_TILES>(stream, barrier, false, x, Norm{f.talker_norm, nullptr, f.normed});
+      project<BF16, D, PROJECTION_TILES, true, PROJECTION_TILES>(stream, barrier, false, x, Norm{f.talker_norm, nullptr, f.normed});
       store<DP, PROJECTION_TILES, PROJECTION_TILES>(f.inputs, 2 * DP, batch, 0, f.bias);
     }
   }
@@ -208,11 +231,11 @@ __device__ __forceinline__ void compute(const Frame& f) {
     for (int layer = 0; layer < SMALL_LAYERS; layer++) {
       const Norms n = norms[LAYERS + layer];
       const Predictor small{n.q, n.k, f.predictor_cos, f.predictor_sin, f.small_keys + layer * small_stride, f.small_values + layer * small_stride};
-      project<DP, SMALL_QKV_TILES, true, SMALL_QKV_TILES>(stream, barrier, true, x, Norm{n.input, nullptr, f.normed});
+      project<PREDICTOR_FORMAT, DP, SMALL_QKV_TILES, true, SMALL_QKV_TILES>(stream, barrier, true, x, Norm{n.input, nullptr, f.normed}, own_scale<PREDICTOR_FORMAT, QKV, SMALL_QKV_TILES>(norms[LAYERS + layer].qkv));
       if (layer == 0) keep<DP, SMALL_OUT_TILES>(residual, x);
       store<QKV, SMALL_QKV_TILES, SMALL_QKV_TILES>(f.qkv, QKV, rows, 0, nullptr);
       barrier.arrive();
-      prefetch_norms(norms[LAYERS + (layer + 1) % SMALL_LAYERS], DP);
+      prefetch_norms(norms[LAYERS + (layer + 1) % SMALL_LAYERS], DP, IP);
       Short attention;
 #if FUSED  // every block attends for itself, warp w for kv head w
       u16* own = (u16*)(memory + Shared::attended) + warp * 2 * HEAD_DIM;
@@ -224,7 +247,7 @@ __device__ __forceinline__ void compute(const Frame& f) {
         attention.after(small, f.qkv + (i64)row * QKV, row / tokens, warp, position, row % tokens, mine == 0, own + row * FUSED_STRIDE);
       }
       block_sync();
-      project<ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, false, FromShared{(u16*)(memory + Shared::attended), rows}, Norm{});
+      project<PREDICTOR_FORMAT, ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, false, FromShared{(u16*)(memory + Shared::attended), rows}, Norm{}, own_scale<PREDICTOR_FORMAT, DP, SMALL_OUT_TILES>(norms[LAYERS + layer].out));
 #else
       const int item = warp * GRID + mine, row = item / KV_HEADS, head = item % KV_HEADS, index = row % tokens;
       if (row < rows) attention.before(small, row / tokens, head, position, index);
@@ -232,19 +255,19 @@ __device__ __forceinline__ void compute(const Frame& f) {
       if (row < rows)
         attention.after(small, f.qkv + (i64)row * QKV, row / tokens, head, position, index, true, f.attended + (i64)row * ATTENDED + head * 2 * HEAD_DIM);
       barrier.arrive();
-      project<ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, rows}, Norm{});
+      project<PREDICTOR_FORMAT, ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, rows}, Norm{}, own_scale<PREDICTOR_FORMAT, DP, SMALL_OUT_TILES>(norms[LAYERS + layer].out));
 #endif
       add_residual<DP, SMALL_OUT_TILES>(residual, f.middle, rows);
       barrier.arrive();
-      gate_up<DP, IP, SMALL_GATE_TILES>(stream, barrier, Rows{f.middle, DP, rows}, Norm{n.post, nullptr, f.normed}, f.inner);
-      project<IP, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.inner, IP, rows}, Norm{});
+      gate_up<PREDICTOR_FORMAT, DP, IP, SMALL_GATE_TILES>(stream, barrier, Rows{f.middle, DP, rows}, Norm{n.post, nullptr, f.normed}, norms[LAYERS + layer].gate_up, f.inner);
+      project<PREDICTOR_FORMAT, IP, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.inner, IP, rows}, Norm{}, own_scale<PREDICTOR_FORMAT, DP, SMALL_OUT_TILES>(norms[LAYERS + layer].down));
       add_residual<DP, SMALL_OUT_TILES>(residual, f.last, rows);
       barrier.arrive();
       x = Rows{f.last, DP, rows};
     }
     position += tokens;
     if (book < 0) continue;
-    project<DP, SMALL_HEAD_TILES, true, SMALL_HEAD_TILES>(stream, barrier, true, Rows{f.last + (tokens - 1) * DP, tokens * DP, batch}, Norm{f.predictor_norm, nullptr, f.normed});
+    project<BF16, DP, SMALL_HEAD_TILES, true, SMALL_HEAD_TILES>(stream, barrier, true, Rows{f.last + (tokens - 1) * DP, tokens * DP, batch}, Norm{f.predictor_norm, nullptr, f.normed});
     store<V, SMALL_HEAD_TILES, SMALL_HEAD_TILES>(f.logits, V, batch, 0, nullptr);
     barrier.arrive();
     barrier.wait();
