@@ -55,62 +55,86 @@ __device__ __forceinline__ void keep(u32 (&residual)[N], const Rows& x) {
       residual[n] = load_word_l2(x.x + (i64)p.row * x.stride + p.column);
   }
 }
-template <int WIDTH, int TILES, int N>
-__device__ __forceinline__ void add_residual(u32 (&residual)[N], u16* out, int rows) {
+template <int WIDTH, int TILES, int N, int FORMAT>
+__device__ __forceinline__ void add_residual(u32 (&residual)[N], u16* out, int rows, Scales<FORMAT> scales) {
 #pragma unroll
   for (int n = 0; n < N; n++) {
     const int i = threadIdx.x + n * THREADS;
     const Place p = Place::of<WIDTH, TILES>(i, 0, TILES);
     if (i < TILES * OCTETS * 32 && p.row < rows) {
-      const float2 v = tile_sum<TILES>(p.t, p.inside);
+      const float2 v = tile_sum<TILES>(p.t, p.inside, scales);
       residual[n] = pack(rounded(v.x) + low(residual[n]), rounded(v.y) + high(residual[n]));
       publish((u32*)(out + (i64)p.row * WIDTH + p.column), residual[n]);
     }
   }
 }
 // Tiles `offset` to offset + T of the block's PER_BLOCK; rows of `out` are `stride` apart.
-template <int WIDTH, int T, int PER_BLOCK>
-__device__ __forceinline__ void store(u16* out, i64 stride, int rows, int offset, const u16* bias) {
+template <int WIDTH, int T, int PER_BLOCK, int FORMAT = BF16>
+__device__ __forceinline__ void store(u16* out, i64 stride, int rows, int offset, const u16* bias, Scales<FORMAT> scales = {}) {
   for (int i = threadIdx.x; i < T * OCTETS * 32; i += THREADS) {
     const Place p = Place::of<WIDTH, PER_BLOCK>(i, offset, T);
     if (p.row < rows) {
-      float2 v = tile_sum<T>(p.t, p.inside);
+      float2 v = tile_sum<T>(p.t, p.inside, scales);
       if (bias) v.x += low(bias[p.column]), v.y += low(bias[p.column + 1]);
       publish((u32*)(out + p.row * stride + p.column), pack(v.x, v.y));
     }
   }
 }
-template <int WIDTH, int T, int PER_BLOCK>  // T tiles of gate and up in turn
-__device__ __forceinline__ void store_swiglu(u16* out, int rows, int offset) {
+template <int WIDTH, int T, int PER_BLOCK, int FORMAT>  // T tiles of gate and up in turn
+__device__ __forceinline__ void store_swiglu(u16* out, int rows, int offset, Scales<FORMAT> scales) {
   for (int i = threadIdx.x; i < T / 2 * OCTETS * 32; i += THREADS) {
     const Place p = Place::of<WIDTH, PER_BLOCK>(i, offset, T / 2);
     if (p.row < rows)
-      publish((u32*)(out + (i64)p.row * WIDTH + p.column), swiglu(tile_sum<T>(2 * p.t, p.inside), tile_sum<T>(2 * p.t + 1, p.inside)));
+      publish((u32*)(out + (i64)p.row * WIDTH + p.column), swiglu(tile_sum<T>(2 * p.t, p.inside, scales), tile_sum<T>(2 * p.t + 1, p.inside, scales)));
   }
 }
 
-// For `put_scale`: of T tiles from `offset` on of the block's PER_BLOCK, PAIRS: of gate and up in turn.
-template <int FORMAT, int WIDTH, int T, int PER_BLOCK = T, bool PAIRS = false>
-__device__ __forceinline__ float own_scale(const float* scales, int offset = 0) {
-  if (FORMAT == BF16) return 1;
-  constexpr int TILES = PAIRS ? T / 2 : T;
-  const int i = min(threadIdx.x, T * 8 - 1), t = i >> 3, first = min((int)blockIdx.x * PER_BLOCK + offset, WIDTH / 8 - TILES);
-  return load_float_l2(scales + (first + (PAIRS ? t >> 1 : t)) * 8 + (i & 7) + (PAIRS && t & 1 ? WIDTH : 0));
-}
+// Tiles of gate and up that are summed at a time, so that their sums fit the registers.
+__host__ __device__ constexpr int group_of(int tiles) { return tiles <= MAX_TILES ? tiles : tiles % 6 == 0 && tiles / 3 <= MAX_TILES ? tiles / 3 : 2; }
 
-// norm + gate and up + SwiGLU, at most GROUP tiles at a time, so that their sums fit the registers.
-template <int FORMAT, int WIDTH, int INNER, int PAIRS_A_BLOCK>
-__device__ __forceinline__ void gate_up(Stream& stream, Barrier& barrier, const Rows& x, const Norm& norm, const float* scales, u16* inner) {
-  constexpr int T = 2 * PAIRS_A_BLOCK, GROUP = T <= MAX_TILES ? T : T % 3 == 0 && T / 3 <= MAX_TILES && T / 3 % 2 == 0 ? T / 3 : 2;
+// norm + gate and up + SwiGLU
+template <int WIDTH, int INNER, int PAIRS_A_BLOCK, int FORMAT>
+__device__ __forceinline__ void gate_up(Stream& stream, Barrier& barrier, const Rows& x, const Norm& norm, u16* inner, Scales<FORMAT> scales) {
+  constexpr int T = 2 * PAIRS_A_BLOCK, GROUP = group_of(T);
 #pragma unroll 1
   for (int first = 0; first < T; first += GROUP) {
-    const float scale = own_scale<FORMAT, INNER, GROUP, PAIRS_A_BLOCK, true>(scales, first / 2);
-    project<FORMAT, WIDTH, GROUP, true, T>(stream, barrier, first == 0, x, norm, scale);
-    store_swiglu<INNER, GROUP, PAIRS_A_BLOCK>(inner, x.rows, first / 2);
+    project<FORMAT, WIDTH, GROUP, true, T>(stream, barrier, first == 0, x, norm);
+    store_swiglu<INNER, GROUP, PAIRS_A_BLOCK>(inner, x.rows, first / 2, Scales<FORMAT>{scales.first + first});
     if (first + GROUP < T) block_sync();
   }
   barrier.arrive();
 }
+
+// A layer's scales of rows of the block's tiles. `ask` brings them into shared memory, a layer ahead; then more tiles than are
+// ever on their way follow them, and nobody need wait for them.
+template <int FORMAT, int WIDTH, int INNER, int WIDE, int NARROW, int PAIRS>
+struct LayerScales {
+  static constexpr int OUT = WIDE, GATE = OUT + NARROW, DOWN = GATE + 2 * PAIRS, TILES = DOWN + NARROW;
+  static constexpr int BETWEEN = (2 * WIDE + 2 * PAIRS) * (WIDTH / 512) + NARROW * ((ATTENDED + INNER) / 512);
+  static_assert(BETWEEN / Tile<FORMAT>::PARTS > DEPTH, "a layer later they are there");
+  int first;
+  __device__ LayerScales(int layer) : first(layer % 2 * SCALE_TILES) {}
+  __device__ Scales<FORMAT> qkv() const { return {first}; }
+  __device__ Scales<FORMAT> out() const { return {first + OUT}; }
+  __device__ Scales<FORMAT> gate_up() const { return {first + GATE}; }
+  __device__ Scales<FORMAT> down() const { return {first + DOWN}; }
+  __device__ __forceinline__ void ask(const Norms& n) const {
+    if (FORMAT == BF16) return;
+    constexpr int GROUP = group_of(2 * PAIRS);
+    const int block = blockIdx.x, narrow = min(block * NARROW, WIDTH / 8 - NARROW);
+    for (int i = threadIdx.x; i < TILES * 8; i += THREADS) {
+      const int tile = i / 8, pair = (tile - GATE) % GROUP / 2, group = (tile - GATE) / GROUP * GROUP / 2;
+      const float* from = tile < OUT    ? n.qkv + (min(block * WIDE, QKV / 8 - WIDE) + tile) * 8
+                          : tile < GATE ? n.out + (narrow + tile - OUT) * 8
+                          : tile < DOWN ? n.gate_up + (min(block * PAIRS + group, INNER / 8 - GROUP / 2) + pair) * 8 + (tile - GATE) % 2 * INNER
+                                        : n.down + (narrow + tile - DOWN) * 8;
+      const u32 to = (u32)__cvta_generic_to_shared(memory) + Shared::scales + (first * 8 + i) * 4;
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from + i % 8) : "memory");
+    }
+  }
+};
+using TalkerScales = LayerScales<TALKER_FORMAT, D, I, QKV_TILES, OUT_TILES, GATE_TILES>;
+using SmallScales = LayerScales<PREDICTOR_FORMAT, DP, IP, SMALL_QKV_TILES, SMALL_OUT_TILES, SMALL_GATE_TILES>;
 
 struct FromShared {  // attention outputs
   const u16* x;
@@ -121,16 +145,8 @@ struct FromShared {  // attention outputs
   }
 };
 
-// Asks for a layer's norms and scales, a layer ahead: to all blocks they would be news at once, behind the weights on their way.
-__device__ __forceinline__ void prefetch_norms(const Norms& n, int width, int inner) {
-  if (QUANT && n.qkv) {
-    const float* const scales[4] = {n.qkv, n.out, n.gate_up, n.down};
-    const int lines[4] = {QKV / 32, width / 32, 2 * inner / 32, width / 32};
-    int line = threadIdx.x * GRID + blockIdx.x;
-#pragma unroll
-    for (int i = 0; i < 4; line -= lines[i++])
-      if (0 <= line && line < lines[i]) prefetch_l2(scales[i] + line * 32);
-  }
+// Asks for a layer's norms, a layer ahead: to all blocks they would be news at once, behind the weights on their way.
+__device__ __forceinline__ void prefetch_norms(const Norms& n, int width) {
   if (blockIdx.x != GRID - 1) return;
   const int lines = width * 2 / 128, i = threadIdx.x;
   if (i < lines) prefetch_l2(n.input + i * 64);
@@ -140,6 +156,7 @@ __device__ __forceinline__ void prefetch_norms(const Norms& n, int width, int in
 }
 
 __device__ __forceinline__ void compute(const Frame& f) {
+  TalkerScales(0).ask(f.talker[0]);
   Stream stream;
   stream.begin(f.pieces, (int)f.num_pieces, (u32)__cvta_generic_to_shared(memory), Shared::pieces);
   Barrier barrier{f.counter, 0};
@@ -166,10 +183,13 @@ __device__ __forceinline__ void compute(const Frame& f) {
 #pragma unroll 1
     for (int layer = 0; layer < LAYERS; layer++) {
       const Norms n = norms[layer];
-      project<TALKER_FORMAT, D, QKV_TILES, true, QKV_TILES>(stream, barrier, STAGED || layer > 0, x, Norm{n.input, nullptr, f.normed}, own_scale<TALKER_FORMAT, QKV, QKV_TILES>(norms[layer].qkv));
-      store<QKV, QKV_TILES, QKV_TILES>(f.qkv, QKV, batch, 0, nullptr);
+      const TalkerScales scales(layer);
+      if (layer + 1 < LAYERS) TalkerScales(layer + 1).ask(norms[layer + 1]);
+      else SmallScales(LAYERS).ask(norms[LAYERS]);
+      project<TALKER_FORMAT, D, QKV_TILES, true, QKV_TILES>(stream, barrier, STAGED || layer > 0, x, Norm{n.input, nullptr, f.normed});
+      store<QKV, QKV_TILES, QKV_TILES>(f.qkv, QKV, batch, 0, nullptr, scales.qkv());
       barrier.arrive();
-      prefetch_norms(norms[layer + 1], layer + 1 < LAYERS ? D : DP, layer + 1 < LAYERS ? I : IP);
+      prefetch_norms(norms[layer + 1], layer + 1 < LAYERS ? D : DP);
       const Talker talker{n.q, n.k, f.cos, f.sin, f.keys + layer * f.layer_stride, f.values + layer * f.layer_stride, f.positions, f.pages, (int)f.max_pages};
       bool waits = true;
 #pragma unroll 1
@@ -184,12 +204,12 @@ __device__ __forceinline__ void compute(const Frame& f) {
       }
       if (waits) barrier.wait();
       barrier.arrive();
-      project<TALKER_FORMAT, ATTENDED, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, batch}, Norm{}, own_scale<TALKER_FORMAT, D, OUT_TILES>(norms[layer].out));
-      add_residual<D, OUT_TILES>(residual, f.middle, batch);
+      project<TALKER_FORMAT, ATTENDED, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, batch}, Norm{});
+      add_residual<D, OUT_TILES>(residual, f.middle, batch, scales.out());
       barrier.arrive();
-      gate_up<TALKER_FORMAT, D, I, GATE_TILES>(stream, barrier, Rows{f.middle, D, batch}, Norm{n.post, nullptr, f.normed}, norms[layer].gate_up, f.inner);
-      project<TALKER_FORMAT, I, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.inner, I, batch}, Norm{}, own_scale<TALKER_FORMAT, D, OUT_TILES>(norms[layer].down));
-      add_residual<D, OUT_TILES>(residual, f.last, batch);
+      gate_up<D, I, GATE_TILES>(stream, barrier, Rows{f.middle, D, batch}, Norm{n.post, nullptr, f.normed}, f.inner, scales.gate_up());
+      project<TALKER_FORMAT, I, OUT_TILES, false, OUT_TILES>(stream, barrier, true, Rows{f.inner, I, batch}, Norm{});
+      add_residual<D, OUT_TILES>(residual, f.last, batch, scales.down());
       barrier.arrive();
       x.x = f.last;
     }
@@ -221,7 +241,7 @@ __device__ __forceinline__ void compute(const Frame& f) {
   // The predictor: both first tokens in one pass where they fit, else one after the other.
   const bool is_joint = 2 * batch <= ROWS;
   const i64 small_stride = (i64)batch * 16 * KV_HEADS * HEAD_DIM;
-  int position = 0;
+  int position = 0, number = LAYERS;  // of the layers' scales
 #pragma unroll 1
   for (int book = is_joint ? 0 : -1; book < CODEBOOKS; book++) {
     const int tokens = is_joint && book == 0 ? 2 : 1, rows = batch * tokens;
@@ -230,12 +250,14 @@ __device__ __forceinline__ void compute(const Frame& f) {
 #pragma unroll 1
     for (int layer = 0; layer < SMALL_LAYERS; layer++) {
       const Norms n = norms[LAYERS + layer];
+      const SmallScales scales(number++);
+      SmallScales(number).ask(norms[LAYERS + (layer + 1) % SMALL_LAYERS]);
       const Predictor small{n.q, n.k, f.predictor_cos, f.predictor_sin, f.small_keys + layer * small_stride, f.small_values + layer * small_stride};
-      project<PREDICTOR_FORMAT, DP, SMALL_QKV_TILES, true, SMALL_QKV_TILES>(stream, barrier, true, x, Norm{n.input, nullptr, f.normed}, own_scale<PREDICTOR_FORMAT, QKV, SMALL_QKV_TILES>(norms[LAYERS + layer].qkv));
+      project<PREDICTOR_FORMAT, DP, SMALL_QKV_TILES, true, SMALL_QKV_TILES>(stream, barrier, true, x, Norm{n.input, nullptr, f.normed});
       if (layer == 0) keep<DP, SMALL_OUT_TILES>(residual, x);
-      store<QKV, SMALL_QKV_TILES, SMALL_QKV_TILES>(f.qkv, QKV, rows, 0, nullptr);
+      store<QKV, SMALL_QKV_TILES, SMALL_QKV_TILES>(f.qkv, QKV, rows, 0, nullptr, scales.qkv());
       barrier.arrive();
-      prefetch_norms(norms[LAYERS + (layer + 1) % SMALL_LAYERS], DP, IP);
+      prefetch_norms(norms[LAYERS + (layer + 1) % SMALL_LAYERS], DP);
       Short attention;
 #if FUSED  // every block attends for itself, warp w for kv head w
       u16* own = (u16*)(memory + Shared::attended) + warp * 2 * HEAD_DIM;
@@ -247,7 +269,7 @@ __device__ __forceinline__ void compute(const Frame& f) {
         attention.after(small, f.qkv + (i64)row * QKV, row / tokens, warp, position, row % tokens, mine == 0, own + row * FUSED_STRIDE);
       }
       block_sync();
-      project<PREDICTOR_FORMAT, ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, false, FromShared{(u16*)(memory + Shared::attended), rows}, Norm{}, own_scale<PREDICTOR_FORMAT, DP, SMALL_OUT_TILES>(norms[LAYERS + layer].out));
+      project<PREDICTOR_FORMAT, ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, false, FromShared{(u16*)(memory + Shared::attended), rows}, Norm{});
 #else
       const int item = warp * GRID + mine, row = item / KV_HEADS, head = item % KV_HEADS, index = row % tokens;
       if (row < rows) attention.before(small, row / tokens, head, position, index);
@@ -255,13 +277,13 @@ __device__ __forceinline__ void compute(const Frame& f) {
       if (row < rows)
         attention.after(small, f.qkv + (i64)row * QKV, row / tokens, head, position, index, true, f.attended + (i64)row * ATTENDED + head * 2 * HEAD_DIM);
       barrier.arrive();
-      project<PREDICTOR_FORMAT, ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, rows}, Norm{}, own_scale<PREDICTOR_FORMAT, DP, SMALL_OUT_TILES>(norms[LAYERS + layer].out));
+      project<PREDICTOR_FORMAT, ATTENDED, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.attended, ATTENDED, rows}, Norm{});
 #endif
-      add_residual<DP, SMALL_OUT_TILES>(residual, f.middle, rows);
+      add_residual<DP, SMALL_OUT_TILES>(residual, f.middle, rows, scales.out());
       barrier.arrive();
-      gate_up<PREDICTOR_FORMAT, DP, IP, SMALL_GATE_TILES>(stream, barrier, Rows{f.middle, DP, rows}, Norm{n.post, nullptr, f.normed}, norms[LAYERS + layer].gate_up, f.inner);
-      project<PREDICTOR_FORMAT, IP, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.inner, IP, rows}, Norm{}, own_scale<PREDICTOR_FORMAT, DP, SMALL_OUT_TILES>(norms[LAYERS + layer].down));
-      add_residual<DP, SMALL_OUT_TILES>(residual, f.last, rows);
+      gate_up<DP, IP, SMALL_GATE_TILES>(stream, barrier, Rows{f.middle, DP, rows}, Norm{n.post, nullptr, f.normed}, f.inner, scales.gate_up());
+      project<PREDICTOR_FORMAT, IP, SMALL_OUT_TILES, false, SMALL_OUT_TILES>(stream, barrier, true, Rows{f.inner, IP, rows}, Norm{});
+      add_residual<DP, SMALL_OUT_TILES>(residual, f.last, rows, scales.down());
       barrier.arrive();
       x = Rows{f.last, DP, rows};
     }

@@ -11,12 +11,17 @@ constexpr int FUSED_ROWS = 2, FUSED_STRIDE = HEADS * HEAD_DIM + 8;  // 16 bytes 
 // Of a warp: STAGED, two steps of its share of x, of which the sums take the place; else sums of MAX_TILES.
 constexpr u32 WARP_SUMS = STAGED ? 2 * ROWS * 128 : MAX_TILES * ROWS * 32, SUM_BYTES = WARPS * WARP_SUMS;
 
+// Tiles whose scales of rows a layer has in shared memory, the next layer's beside them.
+constexpr int LAYER_TILES = QKV_TILES + 2 * OUT_TILES + 2 * GATE_TILES;
+constexpr int SMALL_LAYER_TILES = SMALL_QKV_TILES + 2 * SMALL_OUT_TILES + 2 * SMALL_GATE_TILES;
+constexpr int SCALE_TILES = LAYER_TILES > SMALL_LAYER_TILES ? LAYER_TILES : SMALL_LAYER_TILES;
+
 struct Shared {  // offsets in dynamic shared memory
   static constexpr u32 sums = DEPTH * SLOT_BYTES;  // float [WARPS, tiles, ROWS, 8]; also the sampler's and attention's
   static constexpr u32 x = sums;
   static constexpr u32 squares = sums + SUM_BYTES;  // float [WARPS, ROWS]
-  static constexpr u32 scales = squares + WARPS * ROWS * 4;  // QUANT: float [MAX_TILES, 8], of the rows of `sums`
-  static constexpr u32 norms = scales + (QUANT ? MAX_TILES * 32 : 0);  // Norms [LAYERS + SMALL_LAYERS]
+  static constexpr u32 scales = squares + WARPS * ROWS * 4;  // QUANT: float [2, SCALE_TILES, 8]
+  static constexpr u32 norms = scales + (QUANT ? 2 * SCALE_TILES * 32 : 0);  // Norms [LAYERS + SMALL_LAYERS]
   static constexpr u32 settings = norms + (LAYERS + SMALL_LAYERS) * (QUANT ? 64 : 32);  // Setting [2]
   static constexpr u32 pieces = settings + 96;
   static constexpr u32 attended = pieces + MAX_PIECES * sizeof(Piece);  // FUSED: [FUSED_ROWS], FUSED_STRIDE elements apart
@@ -78,12 +83,6 @@ __device__ __forceinline__ void put_sums(float2* sums, const float (&c)[T][CHAIN
     }
 }
 
-// In the place of thread i, the scale of row i of the tiles in `sums`.
-template <int T>
-__device__ __forceinline__ void put_scale(float scale) {
-  if (QUANT && threadIdx.x < T * 8) ((float*)(memory + Shared::scales))[threadIdx.x] = scale;
-}
-
 struct Norm {
   const u16* weight;
   u16* out;   // rows of normalized x, 2 K apart; may be null
@@ -97,9 +96,9 @@ __host__ __device__ constexpr int step_of(int tiles) { return tiles % 4 == 0 ? 4
 
 // Sums of T tiles in `memory`, to be read by `tile_sum` after a barrier of the block. `X` loads (row, column) of x. How a sum
 // is cut into chains depends on OF, the block's tiles of this projection, so that groups of them give the same bits.
-// `is_new`: x is of the phase before; else it has been read already. `scale`: of `put_scale`.
+// `is_new`: x is of the phase before; else it has been read already.
 template <int FORMAT, int K, int T, bool NORM, int OF, class X>
-__device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool is_new, const X& x, const Norm& norm, float scale = 1) {
+__device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool is_new, const X& x, const Norm& norm) {
   constexpr int PARTS = Tile<FORMAT>::PARTS, QUARTERS = 4 * PARTS;
   constexpr int BLOCKS = K / 256, DEEP = BLOCKS / (2 * PARTS);
   constexpr bool RESIDENT = OCTETS * BLOCKS * 4 <= 64;
@@ -120,7 +119,7 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
   if (is_new) barrier.wait();
 
   uint4 a[AHEAD][OCTETS];
-  float factor[OCTETS];
+  float scale[OCTETS];
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
 #pragma unroll
@@ -142,13 +141,13 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
       float total = 0;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) total += squares[w * ROWS + row + 8 * o];
-      factor[o] = rsqrtf(total / K + EPS);
+      scale[o] = rsqrtf(total / K + EPS);
     }
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++)
 #pragma unroll
       for (int o = 0; o < OCTETS; o++) {
-        a[i % AHEAD][o] = normed(a[i % AHEAD][o], factor[o], weight[i]);
+        a[i % AHEAD][o] = normed(a[i % AHEAD][o], scale[o], weight[i]);
         if (norm.out && blockIdx.x == 0 && row + 8 * o < x.rows)
           publish((uint4*)(norm.out + (row + 8 * o) * (i64)(2 * K) + column_of<FORMAT>(i)), a[i % AHEAD][o]);
       }
@@ -182,15 +181,20 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
   }
 
   put_sums((float2*)(memory + Shared::sums) + warp * T * OCTETS * 32, c);
-  put_scale<T>(scale);
   block_sync();
 }
 
 #endif
 
+// Of rows of weights: those of tile `first` and on, in shared memory.
+template <int FORMAT = BF16>
+struct Scales {
+  int first;
+};
+
 // Two columns of tile t: place i (row 8 o + lane / 4, columns 2 (lane % 4)) of OCTETS * 32, summed over the warps and scaled.
-template <int T>
-__device__ __forceinline__ float2 tile_sum(int t, int i) {
+template <int T, int FORMAT>
+__device__ __forceinline__ float2 tile_sum(int t, int i, Scales<FORMAT> scales) {
   constexpr int STRIDE = STAGED ? WARP_SUMS / 8 : T * OCTETS * 32;
   const float2* sums = (const float2*)(memory + Shared::sums) + t * OCTETS * 32 + i;
   float2 total = sums[0];
@@ -200,10 +204,10 @@ __device__ __forceinline__ float2 tile_sum(int t, int i) {
     total.x += v.x;
     total.y += v.y;
   }
-#if QUANT
-  const float2 scale = ((const float2*)(memory + Shared::scales))[t * 4 + (i & 3)];
-  total.x *= scale.x, total.y *= scale.y;
-#endif
+  if (FORMAT != BF16) {
+    const float2 scale = ((const float2*)(memory + Shared::scales))[(scales.first + t) * 4 + (i & 3)];
+    total.x *= scale.x, total.y *= scale.y;
+  }
   return total;
 }
 

@@ -57,7 +57,7 @@ __device__ __forceinline__ void normalize(const Rows& x, const Norm& norm) {
 
 // As in linear.cuh.
 template <int FORMAT, int K, int T, bool NORM, int OF>
-__device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool is_new, const Rows& x, const Norm& norm, float scale = 1) {
+__device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool is_new, const Rows& x, const Norm& norm) {
   constexpr int PARTS = Tile<FORMAT>::PARTS, STEPS = K / 512, DEEP = STEPS / PARTS, CHAINS = chains_of(OF, DEEP);
   // Copies that may be on their way while a tile's first step is computed: the next step's x, and tiles of steps after this one.
   constexpr int AHEAD = (T < DEPTH - T ? T : DEPTH - T) + 1;
@@ -114,6 +114,5 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
       }
 
   put_sums((float2*)(memory + Shared::sums + warp * WARP_SUMS), c);  // in place of the warp's x
-  put_scale<T>(scale);
   block_sync();
 }
