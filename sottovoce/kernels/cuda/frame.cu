@@ -122,7 +122,10 @@ struct LayerScales {
     if (FORMAT == BF16) return;
     constexpr int GROUP = group_of(2 * PAIRS);
     const int block = blockIdx.x, narrow = min(block * NARROW, WIDTH / 8 - NARROW);
-    for (int i = threadIdx.x; i < TILES * 8; i += THREADS) {
+    int i;
+    asm volatile("mov.u32 %0, %tid.x;" : "=r"(i));  // else what follows from it is kept in registers from layer to layer
+#pragma unroll 1
+    for (; i < TILES * 8; i += THREADS) {
       const int tile = i / 8, pair = (tile - GATE) % GROUP / 2, group = (tile - GATE) / GROUP * GROUP / 2;
       const float* from = tile < OUT    ? n.qkv + (min(block * WIDE, QKV / 8 - WIDE) + tile) * 8
                           : tile < GATE ? n.out + (narrow + tile - OUT) * 8
