@@ -7,8 +7,8 @@ import torch
 
 from sottovoce.kernels.cuda_frame import FrameKernel
 from sottovoce.kernels.quantized import QuantWeight
-from sottovoce.quant.encode import quantize_rows
 from tests.gpu.test_frame_kernel import builds, check_company, check_twin, compile_all, make_weights
+from tests.quant.common import quantized
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,19 +27,15 @@ CASES = [
 ]
 
 
-def quantized(weight, name):
-    """A matrix or a stack of matrices in a format."""
-    if name == "none":
-        return weight
-    if weight.dim() == 3:
-        return QuantWeight.stack([quantized(w, name) for w in weight])
-    pieces = quantize_rows(weight, name)
-    return QuantWeight(name, weight.shape[1], pieces[name], pieces["scales"], pieces.get("multipliers"))
-
-
 def with_format(weights, name):
     """Weights of a layer, or of the stacked layers, with their products in a format."""
-    return replace(weights, **{n: quantized(getattr(weights, n), name) for n in ("qkv", "out", "gate_up", "down")})
+
+    def change(weight):
+        return quantized(weight, name) if weight.dim() == 2 else QuantWeight.stack([quantized(w, name) for w in weight])
+
+    if name == "none":
+        return weights
+    return replace(weights, **{n: change(getattr(weights, n)) for n in ("qkv", "out", "gate_up", "down")})
 
 
 @pytest.fixture(scope="module")
