@@ -196,7 +196,7 @@ struct Stream {
   }
   template <int FORMAT, int U>
   __device__ __forceinline__ void done() {
-    if (FORMAT != BF16) __syncwarp();  // what the other lanes read here
+    if (FORMAT != BF16 || HAS_INT4) __syncwarp();  // other lanes have read what is overwritten
 #pragma unroll 1
     for (int u = 0; u < U; u++) issue();
   }

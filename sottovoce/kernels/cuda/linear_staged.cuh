@@ -95,16 +95,19 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const u32 at = own + k % 2 * X_SLOT + (h * 64 ^ odd);
-          uint2 b[2][T];
-#pragma unroll
-          for (int t = 0; t < T; t++) b[0][t] = w[t].columns(part, 2 * h), b[1][t] = w[t].columns(part, 2 * h + 1);
 #pragma unroll
           for (int m = 0; m < MT; m++) {
             const uint4 lower = load_slot(at + 2 * m * 8 * X_PITCH), upper = load_slot(at + (2 * m + 1) * 8 * X_PITCH);
 #pragma unroll
-            for (int t = 0; t < T; t++) mma(c[t][n][m], lower.x, upper.x, lower.y, upper.y, b[0][t].x, b[0][t].y);
+            for (int t = 0; t < T; t++) {
+              const uint2 b = w[t].columns(part, 2 * h);
+              mma(c[t][n][m], lower.x, upper.x, lower.y, upper.y, b.x, b.y);
+            }
 #pragma unroll
-            for (int t = 0; t < T; t++) mma(c[t][n][m], lower.z, upper.z, lower.w, upper.w, b[1][t].x, b[1][t].y);
+            for (int t = 0; t < T; t++) {
+              const uint2 b = w[t].columns(part, 2 * h + 1);
+              mma(c[t][n][m], lower.z, upper.z, lower.w, upper.w, b.x, b.y);
+            }
           }
         }
         if (part == PARTS - 1) stream.template done<FORMAT, T>();

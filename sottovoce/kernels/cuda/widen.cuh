@@ -17,7 +17,7 @@ constexpr u32 HAS_SECOND = 1, HAS_MULTIPLIER = 2;
 // their halves exchanged, so that the lanes of four rows read all banks.
 __device__ __forceinline__ u32 is_exchanged() { return threadIdx.x >> 3 & 1; }
 __device__ __forceinline__ u32 chunk_of_lane() { return (threadIdx.x & 3) ^ is_exchanged() * 2; }
-__device__ __forceinline__ u32 multiplier_place(u32 slot) { return slot + SLOT_BYTES / 2 - threadIdx.x * 12; }
+__device__ __forceinline__ u32 multiplier_place(u32 slot) { return slot + SLOT_BYTES / 2 - (threadIdx.x & 31) * 12; }  // of a warp together
 
 // What a lane holds of a tile: of its row, columns 8 g to 8 g + 7 of each of two blocks of 32, and of int4 also those 64 on,
 // the second of two PARTS. `columns` gives four of a part's 16.
