@@ -1,9 +1,10 @@
 """Checks the one-launch frame on this GPU against its torch twin and times it, for every batch and both sizes.
 
     python benchmarks/frame_kernel.py [--sizes 1.7B,0.6B] [--batches 1,2,4,8,16,32,64] [--only check,time,profile]
+        [--formats none,int8,int4,fp8]
 
-Weights are random in the published shapes. A time is the median of graph replays, beside what reading the weights once
-takes at --bandwidth. One JSON line a row.
+Weights are random in the published shapes, in each of the formats as `--weights` names them. A time is the median of
+graph replays, beside what reading these weights once takes at --bandwidth. One JSON line a row.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from kernels_model import (
     make_state,
     make_talker,
     step,
+    with_format,
 )
 
+from sottovoce.formats import parse_formats
 from sottovoce.kernels import predictor, torch_ops
 from sottovoce.kernels.cuda_frame import FrameKernel, compiled
+from sottovoce.kernels.quantized import QuantWeight, dequantize
 
 
 class Forced:
@@ -55,6 +59,8 @@ class Forced:
 
 def upcast(value):
     """float32 copies of the tensors of a (nested) table."""
+    if isinstance(value, QuantWeight):
+        return dequantize(value) if value.data.dim() == 2 else torch.stack([dequantize(w) for w in value])
     if isinstance(value, torch.Tensor):
         return value.float() if value.is_floating_point() else value
     if isinstance(value, tuple):
@@ -62,6 +68,13 @@ def upcast(value):
     if hasattr(value, "__dataclass_fields__"):
         return replace(value, **{n: upcast(getattr(value, n)) for n in value.__dataclass_fields__})
     return value
+
+
+def in_formats(w, p, weights):
+    """Both with their layers in formats, of which `weights` is a name as of --weights."""
+    formats = parse_formats(weights)
+    layers = tuple(with_format(layer, formats.get("talker", "none")) for layer in w.layers)
+    return replace(w, layers=layers), with_format(p, formats.get("predictor", "none"))
 
 
 def run(kernel, state, rows, limits, log=None):
@@ -83,7 +96,7 @@ def report(**values):
     print(json.dumps(values), flush=True)
 
 
-def check(kernel, size, w, p, batches):
+def check(kernel, size, weights, w, p, batches):
     torch.manual_seed(1)
     whole = make_state(size, 64, 700)
     whole.positions.copy_(torch.arange(64, device=DEVICE) * 11)
@@ -117,7 +130,7 @@ def check(kernel, size, w, p, batches):
                 theirs = exact.k_cache[-1, state.block_table[-1, 27].long(), 8]
                 values["next_input_error"] = round(float(error), 5)
                 values["last_key_error"] = round(float((key - theirs).norm() / theirs.norm()), 5)
-            report(job=f"check {size} {name}", **values)
+            report(job=f"check {size} {name}", weights=weights, **values)
 
 
 def timed_us(work, replays=20, repeats=5):
@@ -146,20 +159,30 @@ def floor_us(w, p, bandwidth):
     return (talker + layers * CODEBOOKS + p.heads.nbytes) / bandwidth * 1e6
 
 
-def profile(kernel, size, batch, position):
+def profile(kernel, size, weights, batch, position):
     """Cycles of block 0 by phase: waiting for the others, and working until it arrives itself."""
     state, rows, limits = make_state(size, batch, position), make_rows(batch), make_limits(batch)
     log = torch.zeros(4096, dtype=torch.int64, device=DEVICE)
     for _ in range(3):
         run(kernel, state, rows, limits, log)
     clocks = log[log > 0].tolist()
-    report(job=f"profile {size}", batch=batch, count=len(clocks), clocks=[b - a for a, b in pairwise(clocks)])
+    values = {"batch": batch, "count": len(clocks), "clocks": [b - a for a, b in pairwise(clocks)]}
+    report(job=f"profile {size}", weights=weights, **values)
+
+
+def time_frame(kernel, size, weights, batch, position, floor):
+    state, rows, limits = make_state(size, batch, position), make_rows(batch), make_limits(batch)
+    us = timed_us(partial(run, kernel, state, rows, limits))
+    values = {"us": round(us, 1), "floor_us": round(floor, 1), "share": round(floor / us, 3)}
+    about = {"size": size, "weights": weights, "batch": batch}
+    report(job="frame", **about, **values, audio_s_per_s=round(batch * 80000 / us))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default="1.7B,0.6B")
     parser.add_argument("--batches", default="1,2,4,8,16,32,64")
+    parser.add_argument("--formats", default="none")
     parser.add_argument("--only", default="check,time")
     parser.add_argument("--position", type=int, default=300)
     parser.add_argument("--bandwidth", type=float, default=4.44e12)
@@ -167,28 +190,25 @@ def main():
     batches = [int(b) for b in options.batches.split(",")]
     for size in options.sizes.split(","):
         torch.manual_seed(0)
-        w, p = make_talker(size), make_predictor(size)
-        kernel = FrameKernel(w, p)
+        plain = make_talker(size), make_predictor(size)
+        kernels = {weights: FrameKernel(*in_formats(*plain, weights)) for weights in options.formats.split(",")}
         start = time.time()
-        variants = {kernel.variant(b, 16) for b in batches}
+        variants = {kernel.variant(b, 16) for kernel in kernels.values() for b in batches}
         if "profile" in options.only:
-            variants |= {kernel.variant(b, 16, True) for b in batches}
+            variants |= {kernel.variant(b, 16, True) for kernel in kernels.values() for b in batches}
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda v: compiled(v, torch.cuda.get_device_capability()), variants))
         report(job="compiled", variants=len(variants), seconds=round(time.time() - start, 1))
-        if "check" in options.only:
-            check(kernel, size, w, p, batches)
-        if "profile" in options.only:
-            for batch in batches:
-                profile(kernel, size, batch, options.position)
-        if "time" in options.only:
+        for weights, kernel in kernels.items():
+            w, p = kernel.talker, kernel.predictor
+            if "check" in options.only:
+                check(kernel, size, weights, w, p, batches)
+            for batch in batches if "profile" in options.only else ():
+                profile(kernel, size, weights, batch, options.position)
             floor = floor_us(w, p, options.bandwidth)
-            for batch in batches:
-                state, rows, limits = make_state(size, batch, options.position), make_rows(batch), make_limits(batch)
-                us = timed_us(partial(run, kernel, state, rows, limits))
-                values = {"us": round(us, 1), "floor_us": round(floor, 1), "share": round(floor / us, 3)}
-                report(job="frame", size=size, batch=batch, **values, audio_s_per_s=round(batch * 80000 / us))
-        kernel = w = p = None
+            for batch in batches if "time" in options.only else ():
+                time_frame(kernel, size, weights, batch, options.position, floor)
+        plain = kernels = kernel = w = p = None
 
 
 if __name__ == "__main__":

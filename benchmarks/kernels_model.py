@@ -6,14 +6,16 @@ The engine's step does the same with real weights and its own tables; this one h
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sottovoce.kernels import Ops
+from sottovoce.kernels.quantized import QuantWeight
 from sottovoce.kernels.tables import Embed, LayerWeights, Limits, PredictorWeights, SampleRows
 from sottovoce.kernels.triton_ops import attention_workspace
+from sottovoce.quant.encode import quantize_rows
 
 SHAPES = {"1.7B": (2048, 6144), "0.6B": (1024, 3072)}  # talker hidden and MLP widths
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB, EOS = 16, 8, 128, 28, 3072, 2150
@@ -153,6 +155,21 @@ def make_predictor(size):
         sin=rope(16)[1],
         eps=EPS,
     )
+
+
+def quantized(weight: Tensor, name: str) -> Tensor | QuantWeight:
+    """A matrix, or a stack of matrices, in a format."""
+    if name == "none":
+        return weight
+    if weight.dim() == 3:
+        return QuantWeight.stack([quantized(w, name) for w in weight])
+    pieces = quantize_rows(weight, name)
+    return QuantWeight(name, weight.shape[1], pieces[name], pieces["scales"], pieces.get("multipliers"))
+
+
+def with_format(weights: LayerWeights | PredictorWeights, name: str) -> LayerWeights | PredictorWeights:
+    """A layer, or the predictor, with the products of layers in a format."""
+    return replace(weights, **{n: quantized(getattr(weights, n), name) for n in ("qkv", "out", "gate_up", "down")})
 
 
 def make_state(size, batch, position, layers=LAYERS):

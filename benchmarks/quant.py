@@ -27,6 +27,7 @@ from dataclasses import replace
 
 import torch
 from common import SIZES, event_time, make_engine, print_table, random_network, random_plan, read_bandwidth
+from kernels_model import quantized
 from torch import Tensor
 
 from sottovoce.config import ModelConfig
@@ -36,7 +37,6 @@ from sottovoce.kernels.quant_tiles import MatrixTile, QuantTuning, VectorTile
 from sottovoce.kernels.quantized import QuantWeight
 from sottovoce.kernels.triton_quant_ops import TritonQuantOps
 from sottovoce.manifest import model_tensors
-from sottovoce.quant.encode import quantize_rows
 from sottovoce.types import Sampling
 
 DEVICE, DTYPE, EPS = torch.device("cuda"), torch.bfloat16, 1e-6
@@ -49,13 +49,6 @@ PRODUCTS = [
     ("qkv small", "linear", 4096, 1024, True), ("out small", "linear", 1024, 2048, False),
     ("gate_up small", "pair", 3072, 1024, True), ("down small", "linear", 1024, 3072, False),
 ]  # fmt: skip
-
-
-def quantized(weight: Tensor, name: str) -> Tensor | QuantWeight:
-    if name == "none":
-        return weight
-    pieces = quantize_rows(weight, name)
-    return QuantWeight(name, weight.shape[1], pieces[name], pieces["scales"], pieces.get("multipliers"))
 
 
 def make_ops(**changes) -> TritonQuantOps:

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sottovoce.kernels.cuda_frame import FrameKernel, Unsupported
-from sottovoce.kernels.quantized import QuantWeight
+from sottovoce.kernels.cuda_frame import FrameKernel
 from sottovoce.kernels.tables import LayerWeights, Limits, PredictorWeights, SampleRows, TalkerWeights
 
 
 class BatchFrame:
-    """The networks of a frame on a GPU. Arguments as of `RowFrame`, in bfloat16.
+    """The networks of a frame on a GPU. Arguments as of `RowFrame`, in bfloat16; weights of layers may be quantized.
 
-    Raises cuda_frame.Unsupported where the kernel is not made for the shapes, the dtype or the card, here or at the
+    Raises cuda_frame.Unsupported where the kernel is not made for the shapes, the dtypes or the card, here or at the
     first frame, when it is compiled.
     """
 
@@ -35,8 +34,6 @@ class BatchFrame:
         predictor: PredictorWeights,
         projection: tuple[Tensor, Tensor] | None,
     ) -> None:
-        if any(isinstance(w, QuantWeight) for w in (layers[0].qkv, predictor.qkv)):
-            raise Unsupported("the frame kernel reads no quantized weights")
         weight, bias = projection or (None, None)
         self._kernel = FrameKernel(TalkerWeights(tuple(layers), norm, head, weight, bias, *rope, eps), predictor)
         self._num_codes = len(predictor.heads) + 1

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -19,12 +20,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sottovoce.kernels.tables import Limits, PredictorWeights, SampleRows, TalkerWeights
+from sottovoce.kernels.quantized import GROUP, QuantWeight
+from sottovoce.kernels.tables import LayerWeights, Limits, PredictorWeights, SampleRows, TalkerWeights
 
 MAX_BATCH = 64
 CHUNK = 512  # positions of one block's share of a long row (attention.cuh)
 _HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
-_HEADERS = "base.cuh", "linear_staged.cuh", "linear.cuh", "attention.cuh", "sample.cuh"
+_FORMATS = "none", "int8", "int4", "fp8"  # by the number that they have in widen.cuh
+_MATRICES = "qkv", "out", "gate_up", "down"
+_HEADERS = "base.cuh", "widen.cuh", "linear_staged.cuh", "linear.cuh", "attention.cuh", "sample.cuh"
 _SOURCES = (*_HEADERS, "frame.cu")
 
 
@@ -34,7 +38,7 @@ class Unsupported(RuntimeError):
 
 @dataclass(frozen=True)
 class Variant:
-    """What is compiled in: the model's widths, the card, and the batch the kernel is for."""
+    """What is compiled in: the model's widths and formats, the card, and the batch the kernel is for."""
 
     width: int
     inner: int
@@ -52,6 +56,16 @@ class Variant:
     octets: int  # batch rows / 8
     is_fused: bool  # the predictor's attention is computed by every block instead of between two barriers
     is_profiled: bool = False
+    talker_format: str = "none"  # of layers' weights
+    predictor_format: str = "none"
+
+    @property
+    def is_quantized(self) -> bool:
+        return (self.talker_format, self.predictor_format) != ("none", "none")
+
+    @property
+    def has_int4(self) -> bool:
+        return "int4" in (self.talker_format, self.predictor_format)
 
     @property
     def max_tiles(self) -> int:
@@ -74,7 +88,8 @@ class Variant:
         values = {
             "GRID": self.grid,
             "OCTETS": self.octets,
-            "DEPTH": 8 if self.octets == 8 else 16,
+            # With 16, int4 and two octets would leave L1, where spilled registers are, half of what it has else.
+            "DEPTH": 8 if self.octets == 8 else 15 if self.octets == 2 and self.has_int4 else 16,
             "STAGED": int(self.octets > 2),
             "FUSED": int(self.is_fused),
             "MAX_TILES": self.max_tiles,
@@ -90,6 +105,8 @@ class Variant:
             "CODEBOOKS": self.codebooks,
             "PROJECTS": int(self.is_projected),
             "PAGE": self.page,
+            "TALKER_FORMAT": _FORMATS.index(self.talker_format),
+            "PREDICTOR_FORMAT": _FORMATS.index(self.predictor_format),
             "HEADS": _HEADS,
             "KV_HEADS": _KV_HEADS,
             "HEAD_DIM": _HEAD_DIM,
@@ -122,16 +139,18 @@ class FrameKernel:
     """One model's frames on one card. Launches share scratch memory: they must follow each other on the device.
 
     Args:
-        talker: bfloat16 weights.
+        talker: bfloat16 weights; those of its layers may be quantized, all in one format.
         predictor: likewise.
 
     Raises:
-        Unsupported: the shapes, the dtype or the card are not what the kernel is made for, or NVRTC is missing.
+        Unsupported: the shapes, the dtypes or the card are not what the kernel is made for, or NVRTC is missing.
     """
 
     def __init__(self, talker: TalkerWeights, predictor: PredictorWeights) -> None:
         self.talker, self.predictor = talker, predictor
+        self.small_layers = [predictor.layer(i) for i in range(len(predictor.qkv))]
         self.device = talker.head.device
+        self.formats = _format("talker", talker.layers), _format("predictor", self.small_layers)
         self._check()
         self._counters = torch.zeros(64 + MAX_BATCH * _KV_HEADS, dtype=torch.int32, device=self.device)
         self._norms = self._norm_tables()
@@ -237,6 +256,8 @@ class FrameKernel:
             octets=octets,
             is_fused=batch == 1,
             is_profiled=is_profiled,
+            talker_format=self.formats[0],
+            predictor_format=self.formats[1],
         )
 
     def _check(self) -> None:
@@ -263,9 +284,14 @@ class FrameKernel:
 
     def _norm_tables(self) -> list[Tensor]:
         names = ("input_norm", "q_norm", "k_norm", "post_norm")
-        small = [self.predictor.layer(i) for i in range(len(self.predictor.qkv))]
-        both = ([getattr(w, n) for w in ws for n in names] for ws in (self.talker.layers, small))
-        return [_addresses(tensors, self.device) for tensors in both]
+        tables = []
+        for layers in (self.talker.layers, self.small_layers):
+            rows = [[getattr(w, n) for n in names] for w in layers]
+            if any(f != "none" for f in self.formats):
+                rows = [row + [_scales(getattr(w, n)) for n in _MATRICES] for row, w in zip(rows, layers, strict=True)]
+            addresses = torch.tensor([_address(v) for row in rows for v in row], dtype=torch.int64)
+            tables.append(addresses.to(self.device))
+        return tables
 
     def _stream(self, v: Variant, is_joint: bool) -> tuple[Tensor, int]:
         """The pieces of a frame in the order of use (frame.cu), and how many."""
@@ -274,9 +300,9 @@ class FrameKernel:
             t, p = self.talker, self.predictor
             pieces: list[bytes] = []
 
-            def add(weight: Tensor) -> None:
+            def add(weight: Tensor | QuantWeight) -> None:
                 tiles = v.share(len(weight))
-                pieces.append(_piece(weight, tiles, tiles, 0, len(weight) // 8 - tiles, 0))
+                pieces.append(_piece(v, weight, tiles, tiles, 0, len(weight) // 8 - tiles))
 
             def add_layer(w, inner: int) -> None:
                 pairs = v.share(inner)
@@ -285,7 +311,7 @@ class FrameKernel:
                 add(w.out)
                 for first in range(0, pairs, group // 2):
                     last = inner // 8 - group // 2
-                    pieces.append(_piece(w.gate_up, group, pairs, first, last, inner * w.gate_up.stride(0) * 2))
+                    pieces.append(_piece(v, w.gate_up, group, pairs, first, last, inner))
                 add(w.down)
 
             for w in t.layers:
@@ -295,7 +321,7 @@ class FrameKernel:
                 add(t.projection)
             for book in range(0 if is_joint else -1, v.codebooks):
                 for i in range(v.small_layers):
-                    add_layer(p.layer(i), v.small_inner)
+                    add_layer(self.small_layers[i], v.small_inner)
                 if book >= 0:
                     add(p.heads[book])
             table = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8).to(self.device)
@@ -303,16 +329,40 @@ class FrameKernel:
         return self._pieces[key]
 
 
-def _piece(weight: Tensor, tiles: int, per_block: int, offset: int, last: int, pair_bytes: int) -> bytes:
-    return struct.pack("<Q6I", weight.data_ptr(), weight.shape[1] * 2, tiles, per_block, offset, last, pair_bytes)
+def _format(part: str, layers: Sequence[LayerWeights]) -> str:
+    """What the weights of a part's layers are in."""
+    weights = [getattr(w, n) for w in layers for n in _MATRICES]
+    found = sorted({w.format if isinstance(w, QuantWeight) else "none" for w in weights})
+    if len(found) > 1:
+        raise Unsupported(f"the frame kernel takes a {part} in one format, not in {' and '.join(found)}")
+    return found[0]
+
+
+def _scales(weight: Tensor | QuantWeight) -> Tensor | None:
+    return weight.scales if isinstance(weight, QuantWeight) else None
+
+
+def _piece(
+    v: Variant, weight: Tensor | QuantWeight, tiles: int, per_block: int, offset: int, last: int, pair_rows: int = 0
+) -> bytes:
+    """What base.cuh calls a Piece."""
+    data = weight.data if isinstance(weight, QuantWeight) else weight
+    address, row_bytes = _address(data), data.stride(0) * data.element_size()
+    flag, multipliers = 1 if v.is_quantized else 0, 0  # HAS_SECOND
+    if isinstance(weight, QuantWeight):
+        assert address % 64 == 0 and row_bytes % 512 == 0, "a warp has 64 bytes of a row"
+        flag = 0
+        if weight.multipliers is not None:
+            first = _address(weight.multipliers)
+            assert first % 4 == 0, "multipliers are read by fours"
+            flag, multipliers = 2, (first - address // (GROUP // 2)) % 2**64  # HAS_MULTIPLIER
+    numbers = row_bytes, tiles, per_block, offset, last, pair_rows * row_bytes
+    piece = struct.pack("<Q6I", address + flag, *numbers)
+    return piece + struct.pack("<2Q", multipliers, 0) if v.has_int4 else piece
 
 
 def _draw(rows: SampleRows) -> list[Tensor]:
     return [rows.seed, rows.frame, rows.do_sample, rows.temperature, rows.top_k, rows.top_p]
-
-
-def _addresses(tensors: list[Tensor], device: torch.device) -> Tensor:
-    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64).to(device)
 
 
 def _address(value: Tensor | int | None) -> int:

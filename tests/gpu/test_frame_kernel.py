@@ -9,6 +9,7 @@ import torch
 from sottovoce.kernels import torch_ops
 from sottovoce.kernels.cuda_frame import FrameKernel, compiled
 from sottovoce.kernels.predictor import predict
+from sottovoce.kernels.quantized import QuantWeight, dequantize
 from sottovoce.kernels.tables import Embed, LayerWeights, Limits, PredictorWeights, SampleRows, TalkerWeights
 
 pytestmark = [
@@ -45,10 +46,8 @@ def layer(width, inner):
     )
 
 
-@pytest.fixture(scope="module", params=[2048, 1024])
-def model(request):
+def make_weights(width):
     torch.manual_seed(0)
-    width = request.param
     is_wide = width != SMALL
     talker = TalkerWeights(
         layers=tuple(layer(width, 3 * width) for _ in range(LAYERS)),
@@ -73,10 +72,23 @@ def model(request):
         sin=rope(16)[1],
         eps=EPS,
     )
-    kernel = FrameKernel(talker, predictor)
+    return talker, predictor
+
+
+def builds(kernel):
+    return {kernel.variant(rows, PAGE) for rows in (1, 2, 9, 17, 33)}
+
+
+def compile_all(variants):
     with ThreadPoolExecutor() as pool:  # a compilation takes seconds
-        builds = {kernel.variant(rows, PAGE) for rows in (1, 2, 9, 17, 33)}
-        list(pool.map(lambda build: compiled(build, torch.cuda.get_device_capability()), builds))
+        list(pool.map(lambda build: compiled(build, torch.cuda.get_device_capability()), variants))
+
+
+@pytest.fixture(scope="module", params=[2048, 1024])
+def model(request):
+    talker, predictor = make_weights(request.param)
+    kernel = FrameKernel(talker, predictor)
+    compile_all(builds(kernel))
     return talker, predictor, kernel
 
 
@@ -149,6 +161,8 @@ class Forced:
 def upcast(value):
     if isinstance(value, torch.Tensor):
         return value.float() if value.is_floating_point() else value
+    if isinstance(value, QuantWeight):
+        return dequantize(value) if value.data.dim() == 2 else torch.stack([dequantize(w) for w in value])
     if isinstance(value, tuple):
         return tuple(upcast(v) for v in value)
     if hasattr(value, "__dataclass_fields__"):
@@ -179,8 +193,7 @@ def twin(talker, predictor, batch, pick, codes):
     return ops.logits, next_input, keys[-1, place, positions % PAGE]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 16, 40])
-def test_equals_the_twin(model, num_rows):
+def check_twin(model, num_rows):
     talker, predictor, kernel = model
     batch = Batch(talker)
     pick = torch.arange(ROWS, device="cuda")[-num_rows:]
@@ -201,16 +214,25 @@ def test_equals_the_twin(model, num_rows):
     assert (codes[rows.frame < 3, 0] != EOS).all()
 
 
-def test_company_changes_no_bit(model):
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 16, 40])
+def test_equals_the_twin(model, num_rows):
+    check_twin(model, num_rows)
+
+
+def check_company(model, rows, sizes):
     talker, _, kernel = model
     batch = Batch(talker)
     everyone = torch.arange(ROWS, device="cuda")
     whole = batch.run(kernel, everyone)
-    for row in (0, 13, 41, 63):  # contexts of 1 to 1198 positions: one to three chunks
-        for num_rows in (1, 2, 5, 8, 9, 16, 17, 33, 64):
+    for row in rows:
+        for num_rows in sizes:
             pick = torch.cat((everyone[everyone != row][: num_rows - 1].flip(0), everyone[row : row + 1]))
             for ours, theirs in zip(batch.run(kernel, pick), whole, strict=True):
                 assert torch.equal(ours[-1], theirs[row]), (row, num_rows)
+
+
+def test_company_changes_no_bit(model):  # contexts of 1 to 1198 positions: one to three chunks
+    check_company(model, (0, 13, 41, 63), (1, 2, 5, 8, 9, 16, 17, 33, 64))
 
 
 def test_padding_rows_leave_the_others_and_the_cache_alone(model):

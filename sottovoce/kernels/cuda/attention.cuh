@@ -11,11 +11,6 @@ constexpr int QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM, ATTENDED = HEADS * HEAD_D
 constexpr int CELL = HEAD_DIM + 2;  // floats of a head's partial result: sums, largest score, mass
 static_assert(HEAD_DIM == 128 && HEADS == 2 * KV_HEADS && KV_HEADS == WARPS, "lanes and warps are dealt for these");
 
-__device__ __forceinline__ u32 plus(u32 a, u32 b, u32 one = 0x3f803f80u) {  // pairs, rounded once
-  u32 r;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(one), "r"(b));
-  return r;
-}
 __device__ __forceinline__ u32 from_lane(u32 v, int lane) { return __shfl_sync(~0u, v, lane); }
 __device__ __forceinline__ uint4 from_lane(uint4 v, int lane) {
   return make_uint4(from_lane(v.x, lane), from_lane(v.y, lane), from_lane(v.z, lane), from_lane(v.w, lane));

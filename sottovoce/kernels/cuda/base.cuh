@@ -2,7 +2,7 @@
 // weights. Knows no layer. Built by NVRTC without any header, so everything beyond the language is here.
 //
 // Given by the compiler's command line: GRID (blocks, one an SM), OCTETS (batch rows / 8), DEPTH (tiles in flight),
-// STAGED (linear_staged.cuh).
+// STAGED (linear_staged.cuh), TALKER_FORMAT and PREDICTOR_FORMAT (widen.cuh).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -26,6 +26,11 @@ __device__ __forceinline__ float rounded(float a) { return low(pack(a, a)); }
 __device__ __forceinline__ u32 times(u32 a, u32 b) {
   u32 r;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+  return r;
+}
+__device__ __forceinline__ u32 plus(u32 a, u32 b, u32 one = 0x3f803f80u) {  // pairs, rounded once
+  u32 r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(one), "r"(b));
   return r;
 }
 
@@ -103,25 +108,29 @@ struct Barrier {
   }
 };
 
+#include "widen.cuh"
+
 // One projection as the stream sees it; the host writes these (cuda_frame.py).
 struct alignas(16) Piece {
-  u64 weight;      // [N, K]
-  u32 row_bytes;   // 2 K
+  u64 weight;      // [N, K], plus HAS_SECOND of bf16 or HAS_MULTIPLIER of int4
+  u32 row_bytes;   // of K columns
   u32 tiles;       // tiles of 8 rows that a block takes; of gate and up in turn where pair_bytes is not 0
   u32 per_block;   // first tile (or pair) of block b: b * per_block + offset, but at most `last`
   u32 offset;
   u32 last;
   u32 pair_bytes;  // from a gate row to its up row, or 0
+#if HAS_INT4
+  u64 multipliers;  // the one of 64 bytes at address a is at multipliers + a / 64
+#endif
 };
 
 // The weights of the whole frame in the order of use, DEPTH tiles ahead, through private slots of shared memory: each thread
-// copies what it will itself multiply, so nobody synchronizes, and reading goes on while the grid waits.
-constexpr u32 SLOT_BYTES = 32 * THREADS;  // a tile: 8 weight rows x 512 columns, 64 for each warp
-
+// copies what it will itself multiply (of fewer bits: its row's four lanes), so no warp waits for another, and reading goes on
+// while the grid waits.
 struct Stream {
   u32 piece, end;       // in shared memory
   u64 from;             // of this thread's part of the next tile
-  u32 even, odd, wrap;  // from one tile to the next, to the first of the next 512 columns
+  u32 even, odd, wrap;  // from one tile to the next, to the first of the next columns
   u32 t, tiles, left;   // tiles of these columns, of this piece
   u32 slots, at;        // of this thread in shared memory; bytes into the ring of what is used and refilled next
 
@@ -141,19 +150,30 @@ struct Stream {
     const uint4 a = load_slot(piece), b = load_slot(piece + 16);
     piece += sizeof(Piece);
     const u32 lane = threadIdx.x & 31, first = min(blockIdx.x * b.x + b.y, b.z), pair_bytes = b.w, tile_bytes = a.z * 8;
+    const bool has_second = !QUANT || a.x & HAS_SECOND;
+    const u32 shift = has_second ? 10 : 9, chunk = has_second ? lane & 3 : chunk_of_lane();
     tiles = t = a.w;
-    left = tiles * (a.z >> 10);
-    from = (a.x | (u64)a.y << 32) + (u64)a.z * (first * 8 + (lane >> 2)) + (threadIdx.x >> 5) * 128 + (lane & 3) * 16;
+    left = tiles * (a.z >> shift);
+    from = (a.x | (u64)a.y << 32) + (u64)a.z * (first * 8 + (lane >> 2)) + ((threadIdx.x >> 5) << (shift - 3)) + chunk * 16;
     odd = pair_bytes ? pair_bytes : tile_bytes;  // `t` counts down, from an even number for pairs
     even = pair_bytes ? tile_bytes - pair_bytes : tile_bytes;
-    wrap = 1024 - (pair_bytes ? tiles / 2 - 1 : tiles - 1) * tile_bytes - pair_bytes;
+    wrap = (1 << shift) - (pair_bytes ? tiles / 2 - 1 : tiles - 1) * tile_bytes - pair_bytes;
   }
   __device__ __forceinline__ static u32 wrapped(u32 at) { return at < DEPTH * SLOT_BYTES ? at : at - DEPTH * SLOT_BYTES; }
   __device__ __forceinline__ void issue() {
     if (left) {
       const u32 to = slots + at;
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to + SLOT_BYTES / 2), "l"(from + 64) : "memory");
+      const u64 source = QUANT ? from & ~15ull : from;
+      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
+      if (!QUANT || from & HAS_SECOND)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to + SLOT_BYTES / 2), "l"(source + 64) : "memory");
+#if HAS_INT4
+      else if (from & HAS_MULTIPLIER) {
+        u64 multipliers;  // not worth two registers: they are short
+        asm volatile("ld.shared.u64 %0, [%1];" : "=l"(multipliers) : "r"(piece - (u32)sizeof(Piece) + 32));
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(multiplier_place(to)), "l"((multipliers + (from >> 6)) & ~3ull) : "memory");
+      }
+#endif
       t--;
       from += (i64)(int)(t == 0 ? wrap : t & 1 ? odd : even);
       if (t == 0) t = tiles;
@@ -162,23 +182,21 @@ struct Stream {
     asm volatile("cp.async.commit_group;" ::: "memory");
     at = wrapped(at + SLOT_BYTES);
   }
-  // The next U tiles, each two blocks of 32 columns; `done` follows once they are multiplied.
-  template <int U>
-  __device__ __forceinline__ void take(uint4 (&w)[U][2]) {
+  // The next U tiles; `done` follows once they are multiplied.
+  template <int FORMAT, int U>
+  __device__ __forceinline__ void take(Tile<FORMAT> (&w)[U]) {
     asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - U) : "memory");
+    if (FORMAT != BF16) __syncwarp();
     read(w);
   }
-  template <int U>
-  __device__ __forceinline__ void read(uint4 (&w)[U][2]) const {  // of tiles that are there
+  template <int FORMAT, int U>
+  __device__ __forceinline__ void read(Tile<FORMAT> (&w)[U]) const {  // of tiles that are there
 #pragma unroll
-    for (int u = 0; u < U; u++) {
-      const u32 slot = slots + wrapped(at + u * SLOT_BYTES);
-      w[u][0] = load_slot(slot);
-      w[u][1] = load_slot(slot + SLOT_BYTES / 2);
-    }
+    for (int u = 0; u < U; u++) w[u].load(slots + wrapped(at + u * SLOT_BYTES));
   }
-  template <int U>
+  template <int FORMAT, int U>
   __device__ __forceinline__ void done() {
+    if (FORMAT != BF16 || HAS_INT4) __syncwarp();  // other lanes have read what is overwritten
 #pragma unroll 1
     for (int u = 0; u < U; u++) issue();
   }

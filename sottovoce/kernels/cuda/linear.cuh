@@ -11,12 +11,18 @@ constexpr int FUSED_ROWS = 2, FUSED_STRIDE = HEADS * HEAD_DIM + 8;  // 16 bytes 
 // Of a warp: STAGED, two steps of its share of x, of which the sums take the place; else sums of MAX_TILES.
 constexpr u32 WARP_SUMS = STAGED ? 2 * ROWS * 128 : MAX_TILES * ROWS * 32, SUM_BYTES = WARPS * WARP_SUMS;
 
+// Tiles whose scales of rows a layer has in shared memory, the next layer's beside them.
+constexpr int LAYER_TILES = QKV_TILES + 2 * OUT_TILES + 2 * GATE_TILES;
+constexpr int SMALL_LAYER_TILES = SMALL_QKV_TILES + 2 * SMALL_OUT_TILES + 2 * SMALL_GATE_TILES;
+constexpr int SCALE_TILES = LAYER_TILES > SMALL_LAYER_TILES ? LAYER_TILES : SMALL_LAYER_TILES;
+
 struct Shared {  // offsets in dynamic shared memory
   static constexpr u32 sums = DEPTH * SLOT_BYTES;  // float [WARPS, tiles, ROWS, 8]; also the sampler's and attention's
   static constexpr u32 x = sums;
   static constexpr u32 squares = sums + SUM_BYTES;  // float [WARPS, ROWS]
-  static constexpr u32 norms = squares + WARPS * ROWS * 4;  // Norms [LAYERS + SMALL_LAYERS]
-  static constexpr u32 settings = norms + (LAYERS + SMALL_LAYERS) * 32;  // Setting [2]
+  static constexpr u32 scales = squares + WARPS * ROWS * 4;  // QUANT: float [2, SCALE_TILES, 8]
+  static constexpr u32 norms = scales + (QUANT ? 2 * SCALE_TILES * 32 : 0);  // Norms [LAYERS + SMALL_LAYERS]
+  static constexpr u32 settings = norms + (LAYERS + SMALL_LAYERS) * (QUANT ? 64 : 32);  // Setting [2]
   static constexpr u32 pieces = settings + 96;
   static constexpr u32 attended = pieces + MAX_PIECES * sizeof(Piece);  // FUSED: [FUSED_ROWS], FUSED_STRIDE elements apart
   static constexpr u32 bytes = attended + (FUSED ? FUSED_ROWS * FUSED_STRIDE * 2 : 0);
@@ -47,10 +53,14 @@ __device__ __forceinline__ uint4 normed(uint4 v, float scale, uint4 w) {
 
 // Independent chains of products in a sum, by the tiles of a block and K / 512.
 __host__ __device__ constexpr int chains_of(int tiles, int deep) {
-  return tiles == 1 ? (deep % 4 == 0 ? 4 : deep % 3 == 0 ? 3 : 2) : tiles == 2 ? 2 : 1;
+  return tiles == 1 && deep % 4 == 0 ? 4 : tiles == 1 && deep % 3 == 0 ? 3 : tiles <= 2 && deep % 2 == 0 ? 2 : 1;
 }
 // Where this lane's eight columns of block i of its warp's share of K begin.
-__device__ __forceinline__ int column_of(int i) { return (threadIdx.x >> 5) * 64 + (threadIdx.x & 3) * 8 + i / 2 * 512 + i % 2 * 32; }
+template <int FORMAT>
+__device__ __forceinline__ int column_of(int i) {
+  constexpr int PARTS = Tile<FORMAT>::PARTS, BLOCKS = 2 * PARTS;
+  return (threadIdx.x >> 5) * 64 * PARTS + (threadIdx.x & 3) * 8 + i / BLOCKS * 512 * PARTS + i % BLOCKS * 32;
+}
 
 // A warp's sums of T tiles, chains added up, for `tile_sum`.
 template <int T, int CHAINS>
@@ -87,13 +97,14 @@ __host__ __device__ constexpr int step_of(int tiles) { return tiles % 4 == 0 ? 4
 // Sums of T tiles in `memory`, to be read by `tile_sum` after a barrier of the block. `X` loads (row, column) of x. How a sum
 // is cut into chains depends on OF, the block's tiles of this projection, so that groups of them give the same bits.
 // `is_new`: x is of the phase before; else it has been read already.
-template <int K, int T, bool NORM, int OF, class X>
+template <int FORMAT, int K, int T, bool NORM, int OF, class X>
 __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool is_new, const X& x, const Norm& norm) {
-  constexpr int BLOCKS = K / 256, DEEP = K / 512;
+  constexpr int PARTS = Tile<FORMAT>::PARTS, QUARTERS = 4 * PARTS;
+  constexpr int BLOCKS = K / 256, DEEP = BLOCKS / (2 * PARTS);
   constexpr bool RESIDENT = OCTETS * BLOCKS * 4 <= 64;
   constexpr int AHEAD = RESIDENT ? BLOCKS : 16 / OCTETS;
   constexpr int CHAINS = chains_of(OF, DEEP);
-  constexpr int U = step_of(T < 3 ? T * DEEP : T);         // tiles taken at once
+  constexpr int U = step_of(T == 1 || (T == 2 && DEEP % 2 == 0) ? T * DEEP : T);  // tiles taken at once
   constexpr int G = RESIDENT && CHAINS > 1 ? U : T < U ? T : U;  // of these, tiles multiplied in turn: of one k, or of one chain each
   static_assert(DEEP % CHAINS == 0 && U % G == 0, "chains divide K");
   static_assert(!NORM || RESIDENT, "what is normalized stays in the registers");
@@ -103,7 +114,7 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
   uint4 weight[NORM ? BLOCKS : 1];
   if (NORM) {
 #pragma unroll
-    for (int i = 0; i < BLOCKS; i++) weight[i] = load_constant(norm.weight + column_of(i));
+    for (int i = 0; i < BLOCKS; i++) weight[i] = load_constant(norm.weight + column_of<FORMAT>(i));
   }
   if (is_new) barrier.wait();
 
@@ -112,7 +123,7 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
 #pragma unroll
-    for (int o = 0; o < OCTETS; o++) a[i][o] = x.load(row + 8 * o, column_of(i));
+    for (int o = 0; o < OCTETS; o++) a[i][o] = x.load(row + 8 * o, column_of<FORMAT>(i));
   if (NORM) {
     float* squares = (float*)(memory + Shared::squares);
 #pragma unroll
@@ -138,35 +149,35 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
       for (int o = 0; o < OCTETS; o++) {
         a[i % AHEAD][o] = normed(a[i % AHEAD][o], scale[o], weight[i]);
         if (norm.out && blockIdx.x == 0 && row + 8 * o < x.rows)
-          publish((uint4*)(norm.out + (row + 8 * o) * (i64)(2 * K) + column_of(i)), a[i % AHEAD][o]);
+          publish((uint4*)(norm.out + (row + 8 * o) * (i64)(2 * K) + column_of<FORMAT>(i)), a[i % AHEAD][o]);
       }
   }
 
   float c[T][CHAINS][MT][4] = {};
 #pragma unroll
   for (int first = 0; first < T * DEEP; first += U) {
-    uint4 w[U][2];
+    Tile<FORMAT> w[U];
     stream.take(w);
 #pragma unroll
-    for (int step = 0; step < U * 4; step++) {
-        const int u = step / (4 * G) * G + step % G, half = step / G % 4;
-        const int t = (first + u) % T, k = (first + u) / T, block = 2 * k + half / 2;
-        const uint4 b = w[u][half / 2];
+    for (int step = 0; step < U * QUARTERS; step++) {
+        const int u = step / (QUARTERS * G) * G + step % G, quarter = step / G % QUARTERS;
+        const int t = (first + u) % T, k = (first + u) / T, block = 2 * PARTS * k + quarter / 2;
+        const uint2 b = w[u].columns(quarter / 4, quarter % 4);
 #pragma unroll
         for (int m = 0; m < MT; m++) {
           const uint4 lower = a[block % AHEAD][2 * m];
           const uint4 upper = 2 * m + 1 < OCTETS ? a[block % AHEAD][2 * m + 1 < OCTETS ? 2 * m + 1 : 0] : make_uint4(0, 0, 0, 0);
-          if (half % 2 == 0)
+          if (quarter % 2 == 0)
             mma(c[t][k % CHAINS][m], lower.x, upper.x, lower.y, upper.y, b.x, b.y);
           else
-            mma(c[t][k % CHAINS][m], lower.z, upper.z, lower.w, upper.w, b.z, b.w);
+            mma(c[t][k % CHAINS][m], lower.z, upper.z, lower.w, upper.w, b.x, b.y);
         }
-        if (!RESIDENT && t == T - 1 && half % 2 == 1 && block + AHEAD < BLOCKS) {
+        if (!RESIDENT && t == T - 1 && quarter % 2 == 1 && block + AHEAD < BLOCKS) {
 #pragma unroll
-          for (int o = 0; o < OCTETS; o++) a[block % AHEAD][o] = x.load(row + 8 * o, column_of(block + AHEAD));
+          for (int o = 0; o < OCTETS; o++) a[block % AHEAD][o] = x.load(row + 8 * o, column_of<FORMAT>(block + AHEAD));
         }
     }
-    stream.template done<U>();
+    stream.template done<FORMAT, U>();
   }
 
   put_sums((float2*)(memory + Shared::sums) + warp * T * OCTETS * 32, c);
@@ -175,9 +186,15 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
 
 #endif
 
-// Two columns of tile t: place i (row 8 o + lane / 4, columns 2 (lane % 4)) of OCTETS * 32, summed over the warps.
-template <int T>
-__device__ __forceinline__ float2 tile_sum(int t, int i) {
+// Of rows of weights: those of tile `first` and on, in shared memory.
+template <int FORMAT = BF16>
+struct Scales {
+  int first;
+};
+
+// Two columns of tile t: place i (row 8 o + lane / 4, columns 2 (lane % 4)) of OCTETS * 32, summed over the warps and scaled.
+template <int T, int FORMAT>
+__device__ __forceinline__ float2 tile_sum(int t, int i, Scales<FORMAT> scales) {
   constexpr int STRIDE = STAGED ? WARP_SUMS / 8 : T * OCTETS * 32;
   const float2* sums = (const float2*)(memory + Shared::sums) + t * OCTETS * 32 + i;
   float2 total = sums[0];
@@ -186,6 +203,10 @@ __device__ __forceinline__ float2 tile_sum(int t, int i) {
     const float2 v = sums[w * STRIDE];
     total.x += v.x;
     total.y += v.y;
+  }
+  if (FORMAT != BF16) {
+    const float2 scale = ((const float2*)(memory + Shared::scales))[(scales.first + t) * 4 + (i & 3)];
+    total.x *= scale.x, total.y *= scale.y;
   }
   return total;
 }
