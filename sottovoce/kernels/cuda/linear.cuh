@@ -1,5 +1,6 @@
 // Projections: rows of x are the M side of tensor-core products, 8 weight rows a tile the N side. Each of the 8 warps has
-// 64 of every 512 columns, and their sums are added in order: a row's result depends on neither the batch nor its place.
+// 64 of every 512 columns (of int4, 128 of every 1024), and their sums are added in order: a row's result depends on neither
+// the batch nor its place.
 //
 // In a block of 32 columns lane (n, g) = (lane / 4, lane % 4) holds columns 8 g to 8 g + 7 of row n, on both sides; the
 // products take them as their own k order, so every load is 16 bytes.
@@ -51,7 +52,7 @@ __device__ __forceinline__ uint4 normed(uint4 v, float scale, uint4 w) {
   return make_uint4(normed(v.x, scale, w.x), normed(v.y, scale, w.y), normed(v.z, scale, w.z), normed(v.w, scale, w.w));
 }
 
-// Independent chains of products in a sum, by the tiles of a block and K / 512.
+// Independent chains of products in a sum, by the tiles of a block, and of K.
 __host__ __device__ constexpr int chains_of(int tiles, int deep) {
   return tiles == 1 && deep % 4 == 0 ? 4 : tiles == 1 && deep % 3 == 0 ? 3 : tiles <= 2 && deep % 2 == 0 ? 2 : 1;
 }

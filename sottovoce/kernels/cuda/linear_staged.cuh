@@ -84,10 +84,10 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
   for (int first = 0; first < DEEP; first += CHAINS)
 #pragma unroll
     for (int n = 0; n < CHAINS; n++)
-#pragma unroll
+#pragma unroll 1  // for fewer registers
       for (int part = 0; part < PARTS; part++) {
         const int k = (first + n) * PARTS + part;
-        if (k == 0 || part) asm volatile("cp.async.wait_group 1;" ::: "memory");
+        if (part || k == 0) asm volatile("cp.async.wait_group 1;" ::: "memory");
         else asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD) : "memory");
         __syncwarp();  // the other lanes' copies
         Tile<FORMAT> w[T];

@@ -33,26 +33,24 @@ struct Tile {
     if (FORMAT == INT4) {  // the word is of four warps' groups
       u32 word;
       asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(multiplier_place(slot)) : "memory");
-      multiplier = whole(__byte_perm(word, 0, 0x4040 + (threadIdx.x >> 5 & 3) * 0x0101));
+      multiplier = whole(__byte_perm(word, 0x43434343u, 0x4040 + (threadIdx.x >> 5 & 3) * 0x0101));
     }
   }
   __device__ __forceinline__ uint2 columns(int part, int quarter) const {
-    const u32 word = words[quarter] >> part * 4;
+    const u32 word = FORMAT == INT4 ? (words[quarter] ^ 0x88888888u) >> part * 4 : words[quarter];
     return make_uint2(pair(word, 0x4140), pair(word, 0x4342));
   }
-  // Two's complement in the lower bytes of a pair: 128 + the lower seven bits, less 128 or 256.
-  __device__ __forceinline__ static u32 whole(u32 bytes) {
-    return plus((bytes & 0x007f007fu) | 0x43004300u, (bytes & 0x00800080u) ^ 0xc300c300u);
-  }
+  // Two's complement in the lower bytes of a pair that has 0x43 above: 128 + the lower seven bits, less 128 or 256.
+  __device__ __forceinline__ static u32 whole(u32 bytes) { return plus(bytes & 0xff80ff80u, bytes & 0xff7fff7fu, 0xbf80bf80u); }
   // Two bytes, which `pick` puts into the lower bytes of a pair. Exact, but for int4 times its multiplier, rounded once.
   __device__ __forceinline__ u32 pair(u32 word, u32 pick) const {
     if (FORMAT == FP8) {  // in upper bytes; moved into the places of bf16, bits are worth 2^-120 of what they are in e4m3
       const u32 bytes = __byte_perm(word, 0, pick << 4 | 4);
       return times((bytes & 0x80008000u) | (bytes >> 4 & 0x07f007f0u), 0x7b807b80u);
     }
-    const u32 bytes = __byte_perm(word, 0, pick);
+    const u32 bytes = __byte_perm(word, 0x43434343u, pick);
     if (FORMAT == INT8) return whole(bytes);
-    return times(plus((bytes & 0x000f000fu) ^ 0x43084308u, 0xc308c308u), multiplier);  // 136 + q, less 136
+    return times(plus(bytes & 0xff0fff0fu, 0xc308c308u), multiplier);  // 128 + 8 + q, less 136
   }
 };
 
