@@ -184,6 +184,7 @@ def main():
     parser.add_argument("--batches", default="1,2,4,8,16,32,64")
     parser.add_argument("--formats", default="none")
     parser.add_argument("--only", default="check,time")
+    parser.add_argument("--unrolled", type=int, help="tiles x 512 columns that have code of their own")
     parser.add_argument("--position", type=int, default=300)
     parser.add_argument("--bandwidth", type=float, default=4.44e12)
     options = parser.parse_args()
@@ -192,6 +193,8 @@ def main():
         torch.manual_seed(0)
         plain = make_talker(size), make_predictor(size)
         kernels = {weights: FrameKernel(*in_formats(*plain, weights)) for weights in options.formats.split(",")}
+        for kernel in kernels.values():
+            kernel.unrolled = options.unrolled or kernel.unrolled
         start = time.time()
         variants = {kernel.variant(b, 16) for kernel in kernels.values() for b in batches}
         if "profile" in options.only:

@@ -58,6 +58,7 @@ class Variant:
     is_profiled: bool = False
     talker_format: str = "none"  # of layers' weights
     predictor_format: str = "none"
+    unrolled: int = 1 << 16  # tiles x 512 columns that have code of their own (linear.cuh)
 
     @property
     def is_quantized(self) -> bool:
@@ -83,6 +84,16 @@ class Variant:
             return tiles
         return tiles // 3 if tiles % 6 == 0 and tiles // 3 <= self.max_tiles else 2
 
+    def pieces(self, tiles: int, columns: int) -> range:
+        """First tiles of what is multiplied at a time, of `tiles` with K columns (group_of in linear.cuh)."""
+        group, least = tiles, 2 - tiles % 2
+        if self.octets <= 2 and self.octets * columns <= 16 * 256:
+            while group > least and (
+                tiles % group or (tiles - group) % 2 or group * columns // 512 > self.unrolled
+            ):
+                group -= 1
+        return range(0, tiles, group)
+
     def defines(self) -> dict[str, object]:
         qkv = (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
         values = {
@@ -93,6 +104,7 @@ class Variant:
             "STAGED": int(self.octets > 2),
             "FUSED": int(self.is_fused),
             "MAX_TILES": self.max_tiles,
+            "UNROLLED": self.unrolled,
             "MAX_PIECES": self.num_pieces,
             "D": self.width,
             "I": self.inner,
@@ -127,12 +139,17 @@ class Variant:
     def num_pieces(self) -> int:
         """The most pieces that a frame's stream can have."""
 
-        def layer(inner: int) -> int:
+        def layer(width: int, inner: int) -> int:
             pairs = self.share(inner)
-            return 3 + 2 * pairs // self.groups(pairs)
+            group, qkv = self.groups(pairs), self.share((_HEADS + 2 * _KV_HEADS) * _HEAD_DIM)
+            gate = 2 * pairs // group * len(self.pieces(group, width))
+            sums = (self.share(width), _HEADS * _HEAD_DIM), (self.share(width), inner), (qkv, width)
+            return gate + sum(len(self.pieces(tiles, columns)) for tiles, columns in sums)
 
-        passes = (self.codebooks + 1) * self.small_layers * layer(self.small_inner)
-        return self.layers * layer(self.inner) + passes + 2 + self.codebooks
+        passes = (self.codebooks + 1) * self.small_layers * layer(self.small_width, self.small_inner)
+        heads = (self.vocab, self.width), (self.small_width, self.width), *((self.codes, self.small_width),) * self.codebooks
+        ends = sum(len(self.pieces(self.share(rows), columns)) for rows, columns in heads)
+        return self.layers * layer(self.width, self.inner) + passes + ends
 
 
 class FrameKernel:
@@ -150,6 +167,7 @@ class FrameKernel:
         self.talker, self.predictor = talker, predictor
         self.small_layers = [predictor.layer(i) for i in range(len(predictor.qkv))]
         self.device = talker.head.device
+        self.unrolled = 1 << 16
         self.formats = _format("talker", talker.layers), _format("predictor", self.small_layers)
         self._check()
         self._counters = torch.zeros(64 + MAX_BATCH * _KV_HEADS, dtype=torch.int32, device=self.device)
@@ -258,6 +276,7 @@ class FrameKernel:
             is_profiled=is_profiled,
             talker_format=self.formats[0],
             predictor_format=self.formats[1],
+            unrolled=self.unrolled,
         )
 
     def _check(self) -> None:
@@ -301,17 +320,19 @@ class FrameKernel:
             pieces: list[bytes] = []
 
             def add(weight: Tensor | QuantWeight) -> None:
-                tiles = v.share(len(weight))
-                pieces.append(_piece(v, weight, tiles, tiles, 0, len(weight) // 8 - tiles))
+                tiles, last = v.share(len(weight)), len(weight) // 8
+                parts = v.pieces(tiles, weight.shape[1])
+                pieces.extend(_piece(v, weight, parts.step, tiles, part, last - tiles + part) for part in parts)
 
             def add_layer(w, inner: int) -> None:
                 pairs = v.share(inner)
                 group = v.groups(pairs)
                 add(w.qkv)
                 add(w.out)
+                parts = [part // 2 for part in v.pieces(group, w.gate_up.shape[1])]
+                tiles, last = v.pieces(group, w.gate_up.shape[1]).step, (inner - 4 * group) // 8
                 for first in range(0, pairs, group // 2):
-                    last = inner // 8 - group // 2
-                    pieces.append(_piece(v, w.gate_up, group, pairs, first, last, inner))
+                    pieces.extend(_piece(v, w.gate_up, tiles, pairs, first + part, last + part, inner) for part in parts)
                 add(w.down)
 
             for w in t.layers:

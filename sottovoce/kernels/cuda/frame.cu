@@ -90,12 +90,12 @@ __device__ __forceinline__ void store_swiglu(u16* out, int rows, int offset, Sca
 }
 
 // Tiles of gate and up that are summed at a time, so that their sums fit the registers.
-__host__ __device__ constexpr int group_of(int tiles) { return tiles <= MAX_TILES ? tiles : tiles % 6 == 0 && tiles / 3 <= MAX_TILES ? tiles / 3 : 2; }
+__host__ __device__ constexpr int pairs_group_of(int tiles) { return tiles <= MAX_TILES ? tiles : tiles % 6 == 0 && tiles / 3 <= MAX_TILES ? tiles / 3 : 2; }
 
 // norm + gate and up + SwiGLU
 template <int WIDTH, int INNER, int PAIRS_A_BLOCK, int FORMAT>
 __device__ __forceinline__ void gate_up(Stream& stream, Barrier& barrier, const Rows& x, const Norm& norm, u16* inner, Scales<FORMAT> scales) {
-  constexpr int T = 2 * PAIRS_A_BLOCK, GROUP = group_of(T);
+  constexpr int T = 2 * PAIRS_A_BLOCK, GROUP = pairs_group_of(T);
 #pragma unroll 1
   for (int first = 0; first < T; first += GROUP) {
     project<FORMAT, WIDTH, GROUP, true, T>(stream, barrier, first == 0, x, norm);
@@ -120,7 +120,7 @@ struct LayerScales {
   __device__ Scales<FORMAT> down() const { return {first + DOWN}; }
   __device__ __forceinline__ void ask(const Norms& n) const {
     if (FORMAT == BF16) return;
-    constexpr int GROUP = group_of(2 * PAIRS);
+    constexpr int GROUP = pairs_group_of(2 * PAIRS);
     const int block = blockIdx.x, narrow = min(block * NARROW, WIDTH / 8 - NARROW);
     int i;
     asm volatile("mov.u32 %0, %tid.x;" : "=r"(i));  // else what follows from it is kept in registers from layer to layer

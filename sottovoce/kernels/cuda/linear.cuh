@@ -93,6 +93,21 @@ struct Norm {
 #if STAGED
 #include "linear_staged.cuh"
 #else
+// Code that runs once a layer comes through an instruction cache of 128 KiB, so what is unrolled has at most UNROLLED tiles x
+// 512 columns: of a block's tiles some at a time, an even number of an even one, while x stays in the registers.
+__host__ __device__ constexpr int group_of(int tiles, int steps) {
+  for (int group = tiles; group > 2 - tiles % 2; group--)
+    if (tiles % group == 0 && (tiles - group) % 2 == 0 && group * steps <= UNROLLED) return group;
+  return 2 - tiles % 2;
+}
+// Or some of the tiles' columns, for which x is read ahead: blocks of 256 columns, of at most `most`; a turn has whole tiles of
+// PARTS * 512 columns, and begins with the first of its chains.
+__host__ __device__ constexpr int ahead_of(int tiles, int blocks, int most, int parts, int chains) {
+  if (tiles * blocks / 2 <= UNROLLED) return most;
+  for (int turn = most / (2 * parts); turn > 1; turn--)
+    if (blocks / (2 * parts) % turn == 0 && turn % chains == 0) return turn * 2 * parts;
+  return most;
+}
 __host__ __device__ constexpr int step_of(int tiles) { return tiles % 4 == 0 ? 4 : tiles % 3 == 0 ? 3 : tiles % 2 == 0 ? 2 : 1; }
 
 // Sums of T tiles in `memory`, to be read by `tile_sum` after a barrier of the block. `X` loads (row, column) of x. How a sum
@@ -103,11 +118,14 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
   constexpr int PARTS = Tile<FORMAT>::PARTS, QUARTERS = 4 * PARTS;
   constexpr int BLOCKS = K / 256, DEEP = BLOCKS / (2 * PARTS);
   constexpr bool RESIDENT = OCTETS * BLOCKS * 4 <= 64;
-  constexpr int AHEAD = RESIDENT ? BLOCKS : 16 / OCTETS;
   constexpr int CHAINS = chains_of(OF, DEEP);
-  constexpr int U = step_of(T == 1 || (T == 2 && DEEP % 2 == 0) ? T * DEEP : T);  // tiles taken at once
-  constexpr int G = RESIDENT && CHAINS > 1 ? U : T < U ? T : U;  // of these, tiles multiplied in turn: of one k, or of one chain each
-  static_assert(DEEP % CHAINS == 0 && U % G == 0, "chains divide K");
+  constexpr int AHEAD = RESIDENT ? BLOCKS : ahead_of(T, BLOCKS, 16 / OCTETS, PARTS, CHAINS);
+  constexpr int GROUP = RESIDENT ? group_of(T, BLOCKS / 2) : T;
+  constexpr bool IN_TURNS = !RESIDENT && T * BLOCKS / 2 > UNROLLED && DEEP % (AHEAD / (2 * PARTS)) == 0;
+  constexpr int TURN = IN_TURNS ? AHEAD / (2 * PARTS) : DEEP;
+  constexpr int U = step_of(GROUP == 1 || (GROUP == 2 && TURN % 2 == 0) ? GROUP * TURN : GROUP);  // tiles taken at once
+  constexpr int G = RESIDENT && CHAINS > 1 ? U : GROUP < U ? GROUP : U;  // of these, tiles multiplied in turn: of one k, or of one chain each
+  static_assert(TURN % CHAINS == 0 && U % G == 0, "chains divide K");
   static_assert(!NORM || RESIDENT, "what is normalized stays in the registers");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int row = lane >> 2;
@@ -154,34 +172,39 @@ __device__ __forceinline__ void project(Stream& stream, Barrier& barrier, bool i
       }
   }
 
-  float c[T][CHAINS][MT][4] = {};
+#pragma unroll 1
+  for (int begin = 0; begin < T; begin += GROUP) {
+    float c[GROUP][CHAINS][MT][4] = {};
+#pragma unroll 1
+    for (int turn = 0; turn < DEEP; turn += TURN)
 #pragma unroll
-  for (int first = 0; first < T * DEEP; first += U) {
-    Tile<FORMAT> w[U];
-    stream.take(w);
+      for (int first = 0; first < GROUP * TURN; first += U) {
+        Tile<FORMAT> w[U];
+        stream.take(w);
 #pragma unroll
-    for (int step = 0; step < U * QUARTERS; step++) {
-        const int u = step / (QUARTERS * G) * G + step % G, quarter = step / G % QUARTERS;
-        const int t = (first + u) % T, k = (first + u) / T, block = 2 * PARTS * k + quarter / 2;
-        const uint2 b = w[u].columns(quarter / 4, quarter % 4);
+        for (int step = 0; step < U * QUARTERS; step++) {
+          const int u = step / (QUARTERS * G) * G + step % G, quarter = step / G % QUARTERS;
+          const int t = (first + u) % GROUP, k = (first + u) / GROUP, block = 2 * PARTS * k + quarter / 2;
+          const uint2 b = w[u].columns(quarter / 4, quarter % 4);
 #pragma unroll
-        for (int m = 0; m < MT; m++) {
-          const uint4 lower = a[block % AHEAD][2 * m];
-          const uint4 upper = 2 * m + 1 < OCTETS ? a[block % AHEAD][2 * m + 1 < OCTETS ? 2 * m + 1 : 0] : make_uint4(0, 0, 0, 0);
-          if (quarter % 2 == 0)
-            mma(c[t][k % CHAINS][m], lower.x, upper.x, lower.y, upper.y, b.x, b.y);
-          else
-            mma(c[t][k % CHAINS][m], lower.z, upper.z, lower.w, upper.w, b.x, b.y);
+          for (int m = 0; m < MT; m++) {
+            const uint4 lower = a[block % AHEAD][2 * m];
+            const uint4 upper = 2 * m + 1 < OCTETS ? a[block % AHEAD][2 * m + 1 < OCTETS ? 2 * m + 1 : 0] : make_uint4(0, 0, 0, 0);
+            if (quarter % 2 == 0)
+              mma(c[t][k % CHAINS][m], lower.x, upper.x, lower.y, upper.y, b.x, b.y);
+            else
+              mma(c[t][k % CHAINS][m], lower.z, upper.z, lower.w, upper.w, b.x, b.y);
+          }
+          const int next = (IN_TURNS ? turn * 2 * PARTS : 0) + block + AHEAD;
+          if (!RESIDENT && t == GROUP - 1 && quarter % 2 == 1 && next < BLOCKS) {
+#pragma unroll
+            for (int o = 0; o < OCTETS; o++) a[block % AHEAD][o] = x.load(row + 8 * o, column_of<FORMAT>(next));
+          }
         }
-        if (!RESIDENT && t == T - 1 && quarter % 2 == 1 && block + AHEAD < BLOCKS) {
-#pragma unroll
-          for (int o = 0; o < OCTETS; o++) a[block % AHEAD][o] = x.load(row + 8 * o, column_of<FORMAT>(block + AHEAD));
-        }
-    }
-    stream.template done<FORMAT, U>();
+        stream.template done<FORMAT, U>();
+      }
+    put_sums((float2*)(memory + Shared::sums) + (warp * T + begin) * OCTETS * 32, c);
   }
-
-  put_sums((float2*)(memory + Shared::sums) + warp * T * OCTETS * 32, c);
   block_sync();
 }
 
