@@ -86,6 +86,9 @@ def test_rows_of_new_speakers_stay_as_they_are():
         optimizer.apply()
     changed = (table.weight != before).any(1).nonzero()[:, 0].tolist()
     assert changed == [5, 3001] and torch.equal(table.weight[3000], torch.from_numpy(vector))
+    table.weight = torch.nn.Parameter(table.weight.detach())  # as sharding puts another one in its place
+    table(torch.tensor([3000, 5])).sum().backward()
+    assert not table.weight.grad[3000].any() and table.weight.grad[5].all()
     set_rows(table, {})
 
 
