@@ -1,8 +1,10 @@
 """Peak memory and time of a training step of the talker at full size, beside what arithmetic says and what is wanted.
 
-    python benchmarks/train_talker.py [--size 1.7B] [--only lora qlora] [--chunk-frames 64 128]
+    python benchmarks/train_talker.py [--size 1.7B] [--only lora qlora] [--chunk-frames 64 128] [--snapshot]
 
 Random weights, drawn on the device; nothing is read or written. "plain" keeps everything for the backward pass.
+--snapshot lists what lies in memory at the peak of one more step. "left_gib" was there before a case began, and counts
+towards its peak: it has to be nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from functools import cache
 
 import torch
 from common import print_table, random_plan
+from peak_blocks import peak_blocks
 
 from sottovoce.config import ModelConfig
 from sottovoce.model.network import Network
@@ -76,7 +79,8 @@ def random_trainable(name: str, method: str, device: torch.device) -> Network:
 
 @cache
 def text_table(rows: int, width: int) -> torch.Tensor:
-    return torch.empty(rows, width, dtype=torch.bfloat16).normal_()
+    """A thousand random rows again and again: what one core draws soon enough."""
+    return torch.randn(1000, width).bfloat16().repeat(-(-rows // 1000), 1)[:rows]
 
 
 def batch_of(config: ModelConfig, clips: int, seconds: float) -> TalkerBatch:
@@ -90,7 +94,10 @@ def batch_of(config: ModelConfig, clips: int, seconds: float) -> TalkerBatch:
     return collate(examples, config.talker.codec_eos_token_id)
 
 
-def measure(name: str, size: str, device: torch.device, chunk_frames: int, repeats: int) -> dict:
+def measure(
+    name: str, size: str, device: torch.device, chunk_frames: int, repeats: int, *, has_snapshot: bool = False
+) -> dict:
+    left = torch.cuda.memory_allocated() / GIB
     method, clips, seconds, is_fused, is_recomputed, goal = CASES[name]
     network = random_trainable(f"{size}-Base", method, device)
     recipe = TalkerRecipe(method=method, chunk_frames=chunk_frames)
@@ -102,14 +109,8 @@ def measure(name: str, size: str, device: torch.device, chunk_frames: int, repea
         optimizer.fuse()
     batch = batch_of(network.config, clips, seconds)
     counts = task.counts(batch)
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    times, losses = [], []
-    for step in range(1 + repeats):
-        torch.manual_seed(step)
-        torch.cuda.synchronize()
-        started = time.perf_counter()
+
+    def step() -> float:
         optimizer.begin_step(1e-5)
         sums = task(batch.to(device))
         loss = torch.stack([sums[key] * (weight / counts[key]) for key, weight in task.loss_weights.items()]).sum()
@@ -117,21 +118,35 @@ def measure(name: str, size: str, device: torch.device, chunk_frames: int, repea
         if not is_fused:
             float(optimizer.gradient_norm())
             optimizer.apply()
-        losses.append(loss.item())
+        return loss.item()
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    times, losses = [], []
+    for index in range(1 + repeats):
+        torch.manual_seed(index)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        losses.append(step())
         torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-        del sums, loss
     work = TrainingWork(
         method, clips, batch.text_at.shape[1], int(seconds * FRAMES_PER_S), is_fused=is_fused, chunk_frames=chunk_frames
     )
-    peak, parts = torch.cuda.max_memory_allocated() / GIB, training_bytes(network.config, work)
-    predicted = sum(parts.values()) / GIB
+    peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+    predicted = sum(training_bytes(network.config, work).values()) / GIB
     is_real = size == "1.7B" and not math.isnan(goal)
     row = {"case": name, "size": size, "clips": clips, "seconds": seconds, "chunk": chunk_frames, "peak_gib": peak}
-    row |= {"goal_gib": goal if is_real else "", "is_met": peak <= goal if is_real else ""}
+    row |= {"goal_gib": goal if is_real else "", "is_met": peak <= goal if is_real else "", "left_gib": left}
     row |= {"predicted_gib": predicted if is_recomputed else "", "ratio": predicted / peak if is_recomputed else ""}
-    row |= {"reserved_gib": torch.cuda.max_memory_reserved() / GIB, "step_s": statistics.median(times[1:])}
+    row |= {"reserved_gib": reserved, "step_s": statistics.median(times[1:])}
     row |= {"audio_s_per_s": clips * seconds / row["step_s"], "loss": losses[0], "last_loss": losses[-1]}
+    if has_snapshot:
+        print(f"{name}, {chunk_frames} frames a chunk, at the peak of a step:")
+        print_table(peak_blocks(step))
+    # The hooks of a fused optimizer hold it, and it its parameters, in a ring that no garbage collector sees.
+    optimizer.parameters.clear()
     return row
 
 
@@ -141,12 +156,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(CASES))
     parser.add_argument("--chunk-frames", type=int, nargs="+", default=[128])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--snapshot", action="store_true")
     arguments = parser.parse_args()
     device, rows = torch.device("cuda"), []
     for name in arguments.only or CASES:
         for chunk_frames in arguments.chunk_frames:
             try:
-                rows.append(measure(name, arguments.size, device, chunk_frames, arguments.repeats))
+                rows.append(
+                    measure(
+                        name, arguments.size, device, chunk_frames, arguments.repeats, has_snapshot=arguments.snapshot
+                    )
+                )
             except Exception as error:  # the other rows are still worth having
                 rows.append({"case": name, "chunk": chunk_frames, "error": f"{type(error).__name__}: {error}"[:200]})
             gc.collect()

@@ -16,7 +16,7 @@ import torch
 from sottovoce.config import ModelConfig
 from sottovoce.memory.probe import pick_dtype
 from sottovoce.model.network import Network
-from sottovoce.model.rowtable import load_text_rows
+from sottovoce.model.rowtable import RowTable, load_text_rows
 from sottovoce.model.weights import load_network
 from sottovoce.quant.convert import swap_layers
 from sottovoce.random_checkpoint import LOGIT_STD, model_scale
@@ -151,11 +151,15 @@ def reset_weights(network: Network) -> None:
 
 def shard(task: TalkerTask, ranks: Ranks) -> None:
     """Spreads parameters, gradients and optimizer state over the processes (FSDP2): each of the talker's layers is
-    gathered when it is used; the rest, which is used all the time, once a step."""
+    gathered when it is used; the rest, which is used all the time, once a step. A text table on the host stays."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-    for layer in task.network.talker.decoder.layers:
+    mesh, talker = init_device_mesh(ranks.device.type, (ranks.world,)), task.network.talker
+    for layer in talker.decoder.layers:
         fully_shard(layer, mesh=mesh)
+    table = talker.text_embedding
+    if isinstance(table, RowTable):  # buffers that it finds are moved to the device
+        talker.text_embedding = None
     fully_shard(task, mesh=mesh)
+    talker.text_embedding = table

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sottovoce.config import ModelConfig
 from sottovoce.model.talker import NUM_CONTROL_CODES
@@ -69,8 +69,7 @@ def set_rows(table: nn.Embedding, rows: Mapping[int, np.ndarray]) -> None:
     index = torch.tensor(list(rows), device=table.weight.device)
     table.weight[index] = torch.from_numpy(np.stack(list(rows.values()))).to(table.weight)
     if table.weight.requires_grad:
-        table.weight.register_hook(lambda gradient: _without(gradient, index))
-
-
-def _without(gradient: Tensor, rows: Tensor) -> Tensor:
-    return gradient.index_fill(0, rows, 0)
+        is_fixed = torch.zeros(len(table.weight), dtype=torch.bool, device=index.device)
+        is_fixed[index] = True
+        # Not a hook on the weight, which is another one once it is sharded.
+        table.register_forward_hook(lambda _, args, out: torch.where(is_fixed[args[0]][..., None], out.detach(), out))

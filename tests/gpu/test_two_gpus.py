@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 SCRIPT = """
 import sys
+import threading
 import torch
 from sottovoce import TTS
 
@@ -20,6 +21,11 @@ with TTS.from_pretrained(sys.argv[1], device="cuda:1", dtype=sys.argv[2]) as tts
     assert all(len(result.samples) for result in results)
     for chunk in tts.stream("One more.", instruct="calm", language="english", max_frames=9):
         assert len(chunk.samples)
+    asking = lambda: results.append(tts.generate("And more.", instruct="calm", language="english", max_frames=9))
+    thread = threading.Thread(target=asking)  # as the workers of a pool do
+    thread.start()
+    thread.join()
+    assert len(results) == 3
 has_context = torch._C._cuda_hasPrimaryContext
 assert has_context(1)
 assert not has_context(0), "a context on GPU 0"

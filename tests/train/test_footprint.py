@@ -41,6 +41,7 @@ class NoTable(nn.Module):
     "method,rows,frames,chunk_frames,is_fused",
     [
         pytest.param("full", 16, 375, 1500, False, marks=pytest.mark.slow),
+        pytest.param("full", 16, 375, 128, False, marks=pytest.mark.slow),
         pytest.param("full", 1, 750, 375, True, marks=pytest.mark.slow),
         pytest.param("lora", 1, 750, 128, False, marks=pytest.mark.slow),
         ("qlora", 16, 375, 1500, False),

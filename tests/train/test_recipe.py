@@ -9,7 +9,8 @@ from sottovoce.model.layers import RMSNorm
 from sottovoce.model.rowtable import RowTable
 from sottovoce.train.batches import collate
 from sottovoce.train.norms import TrainingNorm, swap_norms
-from sottovoce.train.recipe import TalkerRecipe, load_task, prepare_network
+from sottovoce.train.ranks import Ranks
+from sottovoce.train.recipe import TalkerRecipe, load_task, prepare_network, shard
 from sottovoce.train.speakers import set_rows
 from sottovoce.types import InputError
 from tests.train.talker_cases import examples, folder_of, load
@@ -85,6 +86,9 @@ def test_rows_of_new_speakers_stay_as_they_are():
         optimizer.apply()
     changed = (table.weight != before).any(1).nonzero()[:, 0].tolist()
     assert changed == [5, 3001] and torch.equal(table.weight[3000], torch.from_numpy(vector))
+    table.weight = torch.nn.Parameter(table.weight.detach())  # as sharding puts another one in its place
+    table(torch.tensor([3000, 5])).sum().backward()
+    assert not table.weight.grad[3000].any() and table.weight.grad[5].all()
     set_rows(table, {})
 
 
@@ -110,3 +114,19 @@ def test_bfloat16_weights_train():
     losses["codebook_15"].backward()
     gradient = task.network.predictor.lm_head[14].weight.grad
     assert gradient.dtype == torch.bfloat16 and gradient.abs().sum() > 0
+
+
+def test_sharding_leaves_a_text_table_on_the_host(monkeypatch):
+    seen = []
+
+    def note(module, mesh):
+        seen.extend(name for name, _ in module.named_buffers())
+
+    monkeypatch.setattr("torch.distributed.fsdp.fully_shard", note)
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *args: None)
+    task = load_task(folder_of("base"), TalkerRecipe())
+    table = task.network.talker.text_embedding
+    assert isinstance(table, RowTable)
+    shard(task, Ranks(0, 2, torch.device("cpu"), is_sharded=True))
+    assert not any("text_embedding" in name for name in seen)
+    assert task.network.talker.text_embedding is table
