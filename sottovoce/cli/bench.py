@@ -13,6 +13,9 @@ from sottovoce.cli.options import Device, Json, Model, flag
 if TYPE_CHECKING:
     from sottovoce.config import CodecConfig
 
+COLUMNS = ("", "peak GiB", "reserved", "planned", "step s", "x first", "slice", "gradient error")
+PROFILE_COLUMNS = ("kernels s", "launches")
+
 bench = typer.Typer(name="bench", help="Measure memory and speed on this machine.", no_args_is_help=True)
 
 
@@ -32,9 +35,11 @@ def train_memory(
         int, flag("--width", help="Width of the codec; the published one is 1536. A CPU wants 64 or so.")
     ] = 1536,
     only: Annotated[
-        list[str] | None, flag("--only", metavar="NAME", help="Variants to measure, by (part of) their name.")
+        list[str] | None,
+        flag("--only", metavar="NAME", help="Variants to measure, by their name or, if none has it, by a part of it."),
     ] = None,
     steps: Annotated[int, flag("--steps", help="Steps that are timed. Default: 3.")] = 3,
+    profile: Annotated[bool, flag("--profile", help="Also time kernels and count launches, on a GPU.")] = False,
     device: Device = None,
     json_: Json = False,
 ) -> None:
@@ -50,7 +55,8 @@ def train_memory(
     from sottovoce.train.codec_bench import VARIANTS, measure
 
     chosen = pick_device(device)
-    variants = [v for v in VARIANTS if not only or any(name in v.name for name in only)]
+    names = {variant.name for variant in VARIANTS}
+    variants = [v for v in VARIANTS if not only or any(n == v.name or (n not in names and n in v.name) for n in only)]
     if not variants:
         raise typer.BadParameter(f"known: {', '.join(v.name for v in VARIANTS)}", param_hint="--only")
     if chosen.type == "cuda":
@@ -62,11 +68,12 @@ def train_memory(
         card = "CPU"
     results = measure(
         _config(width), rows=batch, seconds=seconds, memory_bytes=parse_bytes(memory), device=chosen,
-        variants=variants, recipe=CodecRecipe(extent), num_steps=steps,
+        variants=variants, recipe=CodecRecipe(extent), num_steps=steps, is_profiled=profile,
+        say=lambda name: typer.echo(f"measuring: {name}", err=True),
     )  # fmt: skip
     if not json_:
         typer.echo(f"{card}, torch {torch.__version__}: batch {batch} x {seconds:g} s, width {width}, {extent} trained")
-        typer.echo(_line(("", "peak GiB", "planned", "step s", "x first", "slice", "gradient error")))
+        typer.echo(_line(COLUMNS + (PROFILE_COLUMNS if profile else ())))
     for result in results:
         typer.echo(json.dumps({"device": card, "width": width, "extent": extent} | result) if json_ else _row(result))
 
@@ -118,18 +125,20 @@ def train_quality(
 def _row(result: dict[str, Any]) -> str:
     if result["peak_bytes"] is None:
         return _line((result["variant"], "OOM"))
-    gib = {name: f"{result[name] / 2**30:.2f}" if name in result else "" for name in ("peak_bytes", "planned_bytes")}
+    sizes = ("peak_bytes", "reserved_bytes", "planned_bytes")
+    gib = [f"{result[name] / 2**30:.2f}" if name in result else "" for name in sizes]
+    profiled = (f"{result['kernel_s']:.3f}", str(result["launches"])) if "kernel_s" in result else ()
     cut = f"{result['slice_rows']} x {result['slice_s']:.2f} s" if "slice_s" in result else ""
     return _line(
         (
-            result["variant"], gib["peak_bytes"], gib["planned_bytes"], f"{result['step_s']:.3f}",
-            f"{result['times_first']:.2f}", cut, f"{result['grad_error']:.1e}",
+            result["variant"], *gib, f"{result['step_s']:.3f}", f"{result['times_first']:.2f}", cut,
+            f"{result['grad_error']:.1e}", *profiled,
         )
     )  # fmt: skip
 
 
 def _line(cells: tuple[str, ...]) -> str:
-    widths = (22, 9, 9, 9, 9, 14, 15)
+    widths = (26, 9, 9, 9, 9, 9, 14, 15, 10, 10)
     first, *rest = zip(cells, widths)
     return (first[0].ljust(first[1]) + "".join(cell.rjust(width) for cell, width in rest)).rstrip()
 

@@ -19,6 +19,7 @@ from sottovoce.train.codec_passes import PLAIN, CodecSlices, decode_vectors, enc
 from sottovoce.train.codec_quantize import TrainedQuantizer, perplexity
 from sottovoce.train.discriminators import Discriminators, discriminator_loss, generator_losses
 from sottovoce.train.losses import TERMS, ReconstructionLoss, SpectralOptions
+from sottovoce.train.slice_graphs import SliceGraphs
 from sottovoce.types import InputError
 
 Extent = Literal["decoder", "codebooks", "all"]
@@ -75,7 +76,11 @@ class CodecTask(nn.Module):
 
     Args:
         slices: how to cut; may be replaced at any time. PLAIN is ordinary autograd.
+
+    `graphs`, if set, replay slices in training; see `slices.run_sliced` for what that asks of the trainer.
     """
+
+    graphs: SliceGraphs | None = None
 
     def __init__(self, codec: Codec, recipe: CodecRecipe | None = None, slices: CodecSlices = PLAIN) -> None:
         super().__init__()
@@ -155,8 +160,9 @@ class CodecTask(nn.Module):
 
     def _reconstruct(self, batch: CodecBatch, num_samples: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         codec, recipe = self.codec, self.recipe
+        graphs = self.graphs if self.training else None  # elsewhere shapes seldom repeat
         with torch.set_grad_enabled(torch.is_grad_enabled() and recipe.extent == "all"):
-            features = encode_features(codec.encoder, batch.inputs, recipe.window, self.slices)
+            features = encode_features(codec.encoder, batch.inputs, recipe.window, self.slices, graphs)
         losses = {}
         if self.quantizer is None:
             with torch.no_grad():
@@ -167,7 +173,7 @@ class CodecTask(nn.Module):
             frames = torch.arange(features.shape[2], device=features.device) * codec.config.decode_upsample_rate
             vectors, codes, losses["commitment"] = self.quantizer(features, frames < num_samples[:, None])
         dtype = torch.bfloat16 if recipe.dtype == "bfloat16" else None
-        wave = decode_vectors(codec.decoder, vectors, self.slices, dtype)
+        wave = decode_vectors(codec.decoder, vectors, self.slices, dtype, graphs)
         losses |= self.reconstruction(wave, batch.targets, num_samples)
         size = codec.config.decoder.codebook_size
         losses["perplexity"] = perplexity(codes, size).mean() * batch.num_tokens

@@ -30,15 +30,18 @@ from sottovoce.train.codec_passes import BY_BLOCK, PLAIN, CodecSlices
 from sottovoce.train.codec_plan import plan_slices
 from sottovoce.train.codec_rows import put_codebooks_on_host
 from sottovoce.train.optim import AdamOptions, AdamW
+from sottovoce.train.slice_graphs import SliceGraphs
 from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE
 
 CHECK_FRAMES = 6  # of the short clips whose gradients are compared in full precision
 RATE = 1e-5
+WARM_UP = 3  # steps: `slice_graphs` captures a shape when it comes for the third time
+LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do the step. `cut`: "slices" or a key of `WHOLE`."""
+    """One way to do the step. `cut`: "slices" or a key of `WHOLE`. `has_graphs`: replay slices, on a GPU."""
 
     name: str
     cut: str = "slices"
@@ -46,6 +49,7 @@ class Variant:
     is_fused: bool = False
     rows_on_host: bool = False
     dtype: str = "float32"
+    has_graphs: bool = True
 
 
 WHOLE = {"plain": PLAIN, "blocks": BY_BLOCK, "lean": CodecSlices()}
@@ -56,6 +60,7 @@ VARIANTS = (
     Variant("slices"),
     Variant("slices + RowTable", rows_on_host=True),
     Variant("slices + 8-bit", state_bits=8),
+    Variant("slices + 8-bit, no graphs", state_bits=8, has_graphs=False),
     Variant("slices + 8-bit fused", state_bits=8, is_fused=True),
     Variant("slices + 8-bit, bf16", state_bits=8, dtype="bfloat16"),
 )
@@ -71,6 +76,8 @@ def measure(
     variants: Sequence[Variant] = VARIANTS,
     recipe: CodecRecipe | None = None,
     num_steps: int = 3,
+    is_profiled: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row of results for each variant.
 
@@ -78,10 +85,13 @@ def measure(
         rows, seconds: of the batch.
         memory_bytes: what slices are planned for, weights and optimizer included.
         recipe: extent and losses; by default everything is trained, without discriminators.
-        num_steps: timed after two that are not.
+        num_steps: timed after `WARM_UP` that are not.
+        is_profiled: one more step, on a GPU: how long its kernels ran, `kernel_s`, and how many `launches` it took.
+        say: is told what begins.
 
-    A variant that runs out of memory has `peak_bytes` None. `grad_error` is the distance to the gradient of the first
-    variant that could tell one, relative to it, on short clips in full float32.
+    `peak_bytes` are those of tensors, inside of graphs as well; `reserved_bytes`, on a GPU, what the allocator took
+    from it for them. A variant that runs out of memory has `peak_bytes` None. `grad_error` is the distance to the
+    gradient of the first variant that could tell one, relative to it, on short clips in full float32.
     """
     recipe = recipe or CodecRecipe("all")
     batch = sounds(rows, max(1, round(seconds * SAMPLE_RATE / FRAME_SAMPLES)))
@@ -90,13 +100,17 @@ def measure(
     for variant in variants:
         result: dict[str, Any] = {"variant": variant.name, "batch": rows, "seconds": seconds}
         started_bytes = release(device)
+        if say is not None:
+            say(variant.name)
         try:
             task, optimizer = _make(config, variant, recipe, device)
             gradients = _gradients(task, variant, batch, device)
             expected = gradients if expected is None else expected
             result["grad_error"] = _distance(gradients, expected)
             del gradients
-            result |= _run(task, optimizer, variant, batch, memory_bytes, num_steps, device, started_bytes)
+            result |= _run(
+                task, optimizer, variant, batch, memory_bytes, num_steps, device, started_bytes, is_profiled
+            )  # fmt: skip
             first_s = first_s or result["step_s"]
             result["times_first"] = result["step_s"] / first_s
         except torch.OutOfMemoryError:
@@ -178,6 +192,8 @@ def _make(
     if variant.rows_on_host:
         put_codebooks_on_host(codec.decoder, device)
     task = CodecTask(codec, replace(recipe, dtype=variant.dtype)).to(device).train()
+    if device.type == "cuda" and variant.cut == "slices" and variant.has_graphs:
+        task.graphs = SliceGraphs(device)
     trained = {name: p for name, p in task.named_parameters() if p.requires_grad}
     optimizer = AdamW(trained, AdamOptions(betas=(0.8, 0.99), state_bits=variant.state_bits))
     return task, optimizer
@@ -194,6 +210,8 @@ def _gradients(task: CodecTask, variant: Variant, batch: CodecBatch, device: tor
         _backward(task, short.to(device))
     gradients = {name: p.grad.to("cpu", torch.float32) for name, p in task.named_parameters() if p.grad is not None}
     task.zero_grad(set_to_none=True)
+    if task.graphs is not None:
+        task.graphs.release()  # they have this precision inside
     return gradients
 
 
@@ -205,7 +223,7 @@ def _distance(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> flo
 
 def _run(
     task: CodecTask, optimizer: AdamW, variant: Variant, batch: CodecBatch, memory_bytes: int, num_steps: int,
-    device: torch.device, started_bytes: int,
+    device: torch.device, started_bytes: int, is_profiled: bool,
 ) -> dict[str, Any]:  # fmt: skip
     fixed = fixed_bytes(task, optimizer, variant.is_fused)
     plan = plan_slices(
@@ -225,8 +243,14 @@ def _run(
             optimizer.apply()
         task.after_step(optimizer.num_steps)
 
-    times = [_timed(step, device) for _ in range(2 + num_steps)][2:]
+    times = [_timed(step, device) for _ in range(WARM_UP + num_steps)][WARM_UP:]
     result = {"peak_bytes": peak_since(device, started_bytes), "step_s": statistics.median(times)}
+    if device.type == "cuda":
+        result["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        if is_profiled:
+            result |= _profiled(step, device)
+    if task.graphs is not None:
+        result |= {"graphs": len(task.graphs), "no_graphs_because": task.graphs.reason}
     if variant.cut == "slices":
         result["planned_bytes"] = fixed + plan.total_bytes
     if (cut := task.slices.latents) is not None:
@@ -250,3 +274,16 @@ def _timed(work: Callable[[], None], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started_s
+
+
+def _profiled(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
+    """How long the device worked in a step, and how often it was told to."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        _timed(step, device)
+    events = profiler.profiler.kineto_results.events()
+    busy_ns = sum(event.duration_ns() for event in events if event.device_type() == DeviceType.CUDA)
+    launches = sum(e.device_type() == DeviceType.CPU and e.name().startswith(LAUNCHES) for e in events)
+    return {"kernel_s": busy_ns / 1e9, "launches": launches}

@@ -18,14 +18,16 @@ from sottovoce.codec.layers import Snake, Tails, rotary, zero_tails
 from sottovoce.codec.state import DecoderState, EncoderState
 from sottovoce.train.codec_stack import waveform
 from sottovoce.train.cuts import CodecSlices
+from sottovoce.train.slice_graphs import SliceGraphs
 from sottovoce.train.slices import Slices, run_sliced
 
 PLAIN, BY_BLOCK = CodecSlices(is_lean=False), CodecSlices(is_by_block=True, is_lean=False)
 
 
 def encode_features(
-    encoder: CodecEncoder, samples: Tensor, window: int | None = None, slices: CodecSlices = PLAIN
-) -> Tensor:
+    encoder: CodecEncoder, samples: Tensor, window: int | None = None, slices: CodecSlices = PLAIN,
+    graphs: SliceGraphs | None = None,
+) -> Tensor:  # fmt: skip
     """Samples [B, N] -> what the quantizer searches, [B, D, N / frame_samples]; see `CodecEncoder` for `window`.
 
     N is a multiple of `frame_samples`: then the company of longer clips cannot change the last frame.
@@ -42,7 +44,7 @@ def encode_features(
         x = _block_by_block(stack.layers, samples[:, None])
     else:
         tails = zero_tails(stack, batch, samples.device, samples.dtype)
-        x = run_sliced(convolve, stack, samples[:, None], tails, slices.samples)
+        x = run_sliced(convolve, stack, samples[:, None], tails, slices.samples, graphs)
     if slices.is_by_block or (window is None and slices.steps is not None):
         x = _layer_by_layer(transformer, x.transpose(1, 2), window).transpose(1, 2)
     else:
@@ -89,13 +91,15 @@ def _block_by_block(blocks: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 def decode_vectors(
-    decoder: CodecDecoder, vectors: Tensor, slices: CodecSlices = PLAIN, dtype: torch.dtype | None = None
-) -> Tensor:
+    decoder: CodecDecoder, vectors: Tensor, slices: CodecSlices = PLAIN, dtype: torch.dtype | None = None,
+    graphs: SliceGraphs | None = None,
+) -> Tensor:  # fmt: skip
     """Vectors [B, D, T] of the quantizer -> samples [B, T * frame_samples], not clamped.
 
     Args:
         dtype: of the lean convolution stack's activations, by default that of the weights; the wave is in float32 at
             least.
+        graphs: for the convolutions, which are nearly all of the launches; see `run_sliced`.
     """
     state = decoder.initial_state(vectors.shape[0])
     num_layers, num_tails = len(state.keys), decoder.num_latent_tails
@@ -120,4 +124,4 @@ def decode_vectors(
     dtype = dtype or latents.dtype
     tails = zero_tails(decoder.decoder, len(latents), latents.device, dtype)
     tails[-1] = tails[-1].to(torch.promote_types(dtype, torch.float32))
-    return run_sliced(dear, decoder.decoder, latents.to(dtype), tails, slices.latents)
+    return run_sliced(dear, decoder.decoder, latents.to(dtype), tails, slices.latents, graphs)

@@ -31,6 +31,7 @@ from sottovoce.train.optim import AdamOptions, AdamW
 from sottovoce.train.prepare import codec_digest
 from sottovoce.train.progress import Sink
 from sottovoce.train.ranks import Ranks
+from sottovoce.train.slice_graphs import SliceGraphs
 from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE
 
 VALIDATION_SHARE, MAX_VALIDATION_CLIPS, MAX_VALIDATION_S = 0.05, 32, 10.0
@@ -90,6 +91,8 @@ def train_codec(
         codec.config, rows, piece_frames, room,
         trains_encoder=recipe.extent == "all", element_bytes=2 if recipe.dtype == "bfloat16" else 4,
     ).slices  # fmt: skip
+    if ranks.device.type == "cuda":
+        task.graphs = SliceGraphs(ranks.device)
     about = {"base": codec_digest(base), "recipe": asdict(recipe), "rows": rows, "piece_frames": piece_frames}
     about |= {"sample_rate": codec.config.output_sample_rate, "is_new": is_new, "audio_s": round(recordings.total_s, 3)}
     validation = whole_batches(recordings, validate_on, MAX_VALIDATION_S, rows * piece_s) if len(validate_on) else []
@@ -101,6 +104,7 @@ def train_codec(
     if ranks.is_first and clips:
         runner.preview = make_preview(task, clips, out / "previews", runner.first_step)
     outcome = runner.run()
+    task.graphs = None
     if ranks.is_first:
         quality = runner.preview(outcome.steps) if runner.preview else {}
         card = codec_card(base, recipe, recordings, outcome, quality)

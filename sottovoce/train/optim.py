@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -26,14 +27,14 @@ MIN_8BIT = 4096  # smaller tensors keep fp32 moments: they save nothing, and nor
 @dataclass(frozen=True)
 class AdamOptions:
     """`weight_decay` acts on matrices that are no embeddings. `rounding` matters only for weights below fp32.
-    `has_kernel` makes steps with 8-bit moments and without masters in one Triton kernel each."""
+    `has_kernel` makes steps with 8-bit moments and without masters in one Triton kernel each; None does so on a GPU."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.01
     state_bits: int = 32
     rounding: Literal["master", "stochastic"] = "stochastic"
-    has_kernel: bool = False
+    has_kernel: bool | None = None
 
     def __post_init__(self) -> None:
         if self.state_bits not in (8, 32):
@@ -135,7 +136,7 @@ class AdamW:
             return
         weights, gradient = local(parameter).detach().view(-1), local(parameter.grad).reshape(-1)
         rate, decay = self._rate(name)
-        if self.options.has_kernel and "first_scale" in state and "master" not in state:
+        if self._has_kernel(weights) and "first_scale" in state and "master" not in state:
             self._launch(weights, gradient, state, scale, rate, decay)
             parameter.grad = None
             return
@@ -175,6 +176,12 @@ class AdamW:
             rate *= factor if name.startswith(start) else 1.0
         is_matrix = self.parameters[name].ndim > 1 and "embedding" not in name
         return rate, self.options.weight_decay if is_matrix else 0.0
+
+    def _has_kernel(self, weights: Tensor) -> bool:
+        if self.options.has_kernel is not None:
+            return self.options.has_kernel
+        is_known = weights.dtype in (torch.float32, torch.bfloat16)
+        return weights.is_cuda and is_known and find_spec("triton") is not None
 
     def _launch(
         self, weights: Tensor, gradient: Tensor, state: dict[str, Tensor], scale: float, rate: float, decay: float

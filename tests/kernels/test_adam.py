@@ -11,7 +11,7 @@ from sottovoce.train.optim import AdamOptions, AdamW
 SIZE = (37, 131)  # its last block is not full
 
 
-def run(device, has_kernel: bool, dtype: torch.dtype, steps: int, rate: float) -> tuple[torch.Tensor, AdamW]:
+def run(device, has_kernel: bool | None, dtype: torch.dtype, steps: int, rate: float) -> tuple[torch.Tensor, AdamW]:
     torch.manual_seed(0)
     start, slope = torch.randn(SIZE) * 0.02, torch.randn(SIZE)
     parameter = nn.Parameter(start.to(device, dtype))
@@ -50,3 +50,8 @@ def test_many_steps_go_the_same_way(device, dtype):
 def test_the_same_seed_gives_the_same_step(device):
     one, same = (run(device, True, torch.bfloat16, 3, 1e-3)[0] for _ in range(2))
     assert torch.equal(one, same)
+
+
+def test_a_gpu_takes_the_kernel_unless_told_otherwise(device):
+    default, chosen = (run(device, choice, torch.bfloat16, 3, 1e-3)[0] for choice in (None, device.type == "cuda"))
+    assert torch.equal(default, chosen)
