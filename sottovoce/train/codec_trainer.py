@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ def train_codec(
     is_new: bool = False,
     memory_bytes: int | None = None,
     slices: CodecSlices | None = None,
+    has_graphs: bool | None = None,
     device: str | torch.device = "cpu",
     sink: Sink | None = None,
     is_quiet: bool = False,
@@ -69,6 +70,8 @@ def train_codec(
         is_new: only the shapes of `base`; the recipe's extent should be "all".
         memory_bytes: that a step may use, weights and optimizer included; by default what is free on a GPU.
         slices: how to cut, instead of what fits into that.
+        has_graphs: replay steps as CUDA graphs, instead of `loop`'s. By default on a CUDA device, where one process
+            trains whole clips and the optimizer is not fused.
 
     Raises InputError, CheckpointError or OutOfMemoryError.
     """
@@ -90,6 +93,10 @@ def train_codec(
         codec.config, rows, piece_frames, room,
         trains_encoder=recipe.extent == "all", element_bytes=2 if recipe.dtype == "bfloat16" else 4,
     ).slices  # fmt: skip
+    if has_graphs is None:
+        is_whole = all(cut is None for cut in (task.slices.latents, task.slices.samples))
+        has_graphs = ranks.device.type == "cuda" and ranks.world == 1 and is_whole and not loop.is_fused
+    loop = replace(loop, has_graphs=has_graphs)
     about = {"base": codec_digest(base), "recipe": asdict(recipe), "rows": rows, "piece_frames": piece_frames}
     about |= {"sample_rate": codec.config.output_sample_rate, "is_new": is_new, "audio_s": round(recordings.total_s, 3)}
     validation = whole_batches(recordings, validate_on, MAX_VALIDATION_S, rows * piece_s) if len(validate_on) else []

@@ -81,14 +81,16 @@ class AdamW:
         would be sixteen launches.
         """
         together: list[str] = []
+        size = 0
         for name, parameter in self.parameters.items():
             if parameter.grad is None or parameter.dtype != torch.float32 or "first_scale" in self.state[name]:
                 self._update(name, scale)
                 continue
-            if sum(len(self.state[other]["first"]) for other in together) + parameter.numel() > CHUNK:
+            if size + parameter.numel() > CHUNK:
                 self._update_together(together, scale)
-                together = []
+                together, size = [], 0
             together.append(name)
+            size += parameter.numel()
         self._update_together(together, scale)
 
     def clear_gradients(self) -> None:
