@@ -44,6 +44,14 @@ def train_codec(
     ] = None,
     state_bits: Annotated[int, flag("--state-bits", help="Of the optimizer's moments: 32 or 8. Default: 8.")] = 8,
     fused: Annotated[bool, flag("--fused", help="Update weights within the backward pass: least memory.")] = False,
+    graphs: Annotated[
+        bool | None,
+        flag(
+            "--graphs/--no-graphs",
+            help="Replay steps as CUDA graphs: small models are bound by launches. Default: on a GPU, where clips are "
+            "not cut.",
+        ),
+    ] = None,
     dtype: Annotated[
         str, flag("--dtype", help="Of the decoder's convolutions: float32 or bfloat16. Default: float32.")
     ] = "float32",
@@ -89,7 +97,7 @@ def train_codec(
         loop=loop,
         adam=AdamOptions(ADAM.betas, weight_decay=ADAM.weight_decay, state_bits=state_bits),
         rows=batch, piece_s=seconds, sample_rate=sample_rate, is_new=new,
-        memory_bytes=None if memory is None else parse_bytes(memory),
+        memory_bytes=None if memory is None else parse_bytes(memory), has_graphs=graphs,
         device=pick_device(device), sink=log, is_quiet=quiet,
     )  # fmt: skip
     if json_:

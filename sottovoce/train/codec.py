@@ -20,7 +20,7 @@ from sottovoce.train.codec_quantize import TrainedQuantizer, perplexity
 from sottovoce.train.discriminators import Discriminators, discriminator_loss, generator_losses
 from sottovoce.train.losses import TERMS, ReconstructionLoss, SpectralOptions
 from sottovoce.train.slice_graphs import SliceGraphs
-from sottovoce.types import InputError
+from sottovoce.types import FRAME_SAMPLES, InputError
 
 Extent = Literal["decoder", "codebooks", "all"]
 EXTENTS = ("decoder", "codebooks", "all")
@@ -94,7 +94,7 @@ class CodecTask(nn.Module):
         _freeze(codec, recipe.extent)
         self.quantizer = TrainedQuantizer(codec, recipe.codebook_decay) if recipe.extent == "all" else None
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64), persistent=False)
-        self._step = 0
+        self._step: int | None = None  # not known before the tensor has been loaded
         self._averages = {n: p.detach().float().cpu().clone() for n, p in self._averaged()}
         self.loss_weights: Mapping[str, float] = {
             "mel": recipe.mel, "stft": recipe.stft, "wave": recipe.wave, "commitment": recipe.commitment,
@@ -110,12 +110,33 @@ class CodecTask(nn.Module):
 
     def forward(self, batch: CodecBatch) -> dict[str, Tensor]:
         """The sum of each loss. In training it also notes what codebooks and averages need, see `after_step`."""
-        phase = self._phase()
-        num_samples = torch.tensor(batch.num_samples, device=batch.targets.device)
+        device = batch.inputs.device
+        return self.sums({name: tensor.to(device) for name, tensor in self.inputs(batch).items()})
+
+    def inputs(self, batch: CodecBatch) -> dict[str, Tensor]:
+        """What `sums` works on. All that is random is drawn here, on the host."""
+        num_samples = torch.tensor(batch.num_samples)
+        inputs = {"samples": batch.inputs, "num_samples": num_samples}
+        if not batch.is_same:
+            inputs["targets"] = batch.targets
+        if self.quantizer is not None:
+            # A frame counts if its first sample does.
+            frames = torch.arange(batch.inputs.shape[1] // FRAME_SAMPLES) * self.codec.config.decode_upsample_rate
+            inputs["is_valid"] = frames < num_samples[:, None]
+            if self.training:
+                inputs["kept"] = self.quantizer.draw(inputs["is_valid"])
+        if self.discriminators is not None and self.training and self.phase != "before":
+            room = batch.targets.shape[1] - self.gan_samples
+            inputs["gan_start"] = torch.randint(max(1, room + 1), ())
+        return inputs
+
+    def sums(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`forward` of what `inputs` gave, on the device; a CUDA graph can hold it."""
+        phase = self.phase
         with torch.set_grad_enabled(torch.is_grad_enabled() and phase != "warmup"):
-            wave, losses = self._reconstruct(batch, num_samples)
+            wave, losses = self._reconstruct(inputs)
         if self.discriminators is not None and self.training:
-            losses |= self._judge(wave, batch, phase)
+            losses |= self._judge(wave, inputs, phase)
         return losses
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -130,7 +151,7 @@ class CodecTask(nn.Module):
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         """Codebooks and averages follow. `step` steps are done now."""
-        if self.quantizer is not None and self._phase() != "warmup":
+        if self.quantizer is not None and self.phase != "warmup":
             self.quantizer.update(step)
         self.num_steps.fill_(step)
         self._step = step
@@ -158,34 +179,31 @@ class CodecTask(nn.Module):
         """Averaged weights by the names of the checkpoint, on the host; none before there are any."""
         return self._averages if int(self.num_steps) >= self.recipe.ema_every else {}
 
-    def _reconstruct(self, batch: CodecBatch, num_samples: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        codec, recipe = self.codec, self.recipe
+    def _reconstruct(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        codec, recipe, samples = self.codec, self.recipe, inputs["samples"]
         graphs = self.graphs if self.training else None  # elsewhere shapes seldom repeat
         with torch.set_grad_enabled(torch.is_grad_enabled() and recipe.extent == "all"):
-            features = encode_features(codec.encoder, batch.inputs, recipe.window, self.slices, graphs)
+            features = encode_features(codec.encoder, samples, recipe.window, self.slices, graphs)
         losses = {}
         if self.quantizer is None:
             with torch.no_grad():
                 codes = codec.encoder.quantizer(features)
             vectors = codec.decoder.quantizer(codes)
         else:
-            # A frame counts if its first sample does.
-            frames = torch.arange(features.shape[2], device=features.device) * codec.config.decode_upsample_rate
-            vectors, codes, losses["commitment"] = self.quantizer(features, frames < num_samples[:, None])
+            vectors, codes, losses["commitment"] = self.quantizer(features, inputs["is_valid"], inputs.get("kept"))
         dtype = torch.bfloat16 if recipe.dtype == "bfloat16" else None
         wave = decode_vectors(codec.decoder, vectors, self.slices, dtype, graphs)
-        losses |= self.reconstruction(wave, batch.targets, num_samples)
+        losses |= self.reconstruction(wave, inputs.get("targets", samples), inputs["num_samples"])
         size = codec.config.decoder.codebook_size
-        losses["perplexity"] = perplexity(codes, size).mean() * batch.num_tokens
+        losses["perplexity"] = perplexity(codes, size).mean() * (samples.numel() // FRAME_SAMPLES)
         return wave, losses
 
-    def _judge(self, wave: Tensor, batch: CodecBatch, phase: str) -> dict[str, Tensor]:
+    def _judge(self, wave: Tensor, inputs: Mapping[str, Tensor], phase: str) -> dict[str, Tensor]:
         """The adversarial losses on one piece of each row, zeros before they begin."""
         if phase == "before":
             return {name: wave.new_zeros(()) for name in ADVERSARIAL}
-        room = wave.shape[1] - self.gan_samples
-        start = int(torch.randint(max(1, room + 1), ()))
-        ours, theirs = (x[:, start : start + self.gan_samples] for x in (wave, batch.targets))
+        piece = inputs["gan_start"] + torch.arange(min(self.gan_samples, wave.shape[1]), device=wave.device)
+        ours, theirs = (x.index_select(1, piece) for x in (wave, inputs.get("targets", inputs["samples"])))
         losses = {"discriminator": discriminator_loss(self.discriminators, ours, theirs)}
         adversarial = features = wave.new_zeros(())
         if phase == "both":
@@ -193,9 +211,11 @@ class CodecTask(nn.Module):
         losses |= {"adversarial": adversarial, "features": features}
         return {name: value * len(wave) for name, value in losses.items()}
 
-    def _phase(self) -> Literal["before", "warmup", "both"]:
+    @property
+    def phase(self) -> Literal["before", "warmup", "both"]:
+        """Of the adversarial training."""
         begin = self.recipe.gan_from_step
-        if not self._step:
+        if self._step is None:
             self._step = int(self.num_steps)  # a run that goes on has only loaded the tensor
         if begin is None or self._step < begin:
             return "before"

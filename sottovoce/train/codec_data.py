@@ -49,8 +49,13 @@ class CodecBatch:
         return sum(self.num_samples) / self.targets.shape[1] * self.inputs.shape[1] / SAMPLE_RATE
 
     def to(self, device: torch.device) -> CodecBatch:
-        inputs = self.inputs.to(device)
-        return replace(self, inputs=inputs, targets=inputs if self.is_same else self.targets.to(device))
+        inputs = self.inputs.to(device, non_blocking=True)
+        targets = inputs if self.is_same else self.targets.to(device, non_blocking=True)
+        return replace(self, inputs=inputs, targets=targets)
+
+    def pin_memory(self) -> CodecBatch:
+        inputs = self.inputs.pin_memory()
+        return replace(self, inputs=inputs, targets=inputs if self.is_same else self.targets.pin_memory())
 
     @property
     def is_same(self) -> bool:

@@ -60,11 +60,16 @@ class TrainedQuantizer(nn.Module):
         self.counts.zero_()
         self.sums.zero_()
 
-    def forward(self, features: Tensor, is_valid: Tensor) -> Quantized:
-        """features [B, D, T]; frames where is_valid (bool [B, T]) is false are not learned from."""
+    def draw(self, is_valid: Tensor) -> Tensor:
+        """Which frames of a batch are kept for codes that begin again, int64 [KEPT_VECTORS]."""
+        return torch.multinomial(is_valid.flatten().float(), KEPT_VECTORS, replacement=True)
+
+    def forward(self, features: Tensor, is_valid: Tensor, sample: Tensor | None = None) -> Quantized:
+        """features [B, D, T]; frames where is_valid (bool [B, T]) is false teach nothing. `sample` is of `draw`."""
         codes, outputs, commitment, index = [], [], features.new_zeros(()), 0
         weights = is_valid.flatten().float()
-        sample = torch.multinomial(weights, KEPT_VECTORS, replacement=True) if self.training else None
+        if self.training and sample is None:
+            sample = self.draw(is_valid)
         if self.training and self._is_new is None:
             self._is_new = [not bool(book.embed_sum.any()) for book in self._books]
         for chain, copies in self._chains:

@@ -28,6 +28,7 @@ from sottovoce.train.optim import AdamW
 from sottovoce.train.progress import Progress, Sink, peak_bytes, reset_peak
 from sottovoce.train.ranks import Ranks
 from sottovoce.train.states import load_state, prune, read_about, save_state, states
+from sottovoce.train.step_graph import StepGraphs
 from sottovoce.train.task import Batch, Stream
 from sottovoce.types import InputError, OutOfMemoryError, SottovoceError
 
@@ -45,6 +46,7 @@ class LoopOptions:
         max_grad_norm: longer gradients are shortened to it; None never does.
         is_fused: update each weight within the backward pass, and never hold all gradients. It needs `accumulate` 1,
             one process and no `max_grad_norm`.
+        has_graphs: replay steps as CUDA graphs, see `step_graph`; the task must be `Capturable`.
         validate_every, patience: steps between validations, and after how many that did not improve it ends (None:
             never).
         save_every, keep: steps between states, and how many to keep besides the best one.
@@ -61,6 +63,7 @@ class LoopOptions:
     final_share: float = 0.1
     max_grad_norm: float | None = 1.0
     is_fused: bool = False
+    has_graphs: bool = False
     validate_every: int = 100
     patience: int | None = None
     save_every: int = 100
@@ -83,6 +86,8 @@ class LoopOptions:
                 "a fused optimizer sees one gradient at a time: accumulate must be 1 and max_grad_norm None",
                 field="is_fused",
             )
+        if self.is_fused and self.has_graphs:
+            raise InputError("a fused optimizer frees gradients, which a graph cannot do", field="has_graphs")
 
     def rate(self, step: int) -> float:
         """The learning rate of step 0, 1, ..."""
@@ -148,6 +153,8 @@ class Loop:
         self.first_step = self._resume()
         if options.is_fused:
             optimizer.fuse()
+        parameters = optimizer.parameters.values()
+        self.graphs = StepGraphs(task, parameters, self.ranks.device) if options.has_graphs else None
         first_sink, quiet = (sink, is_quiet) if self.ranks.is_first else (None, True)
         self.progress = Progress(
             self.folder if self.ranks.is_first else self.folder / f"rank{self.ranks.rank}",
@@ -207,7 +214,7 @@ class Loop:
         took_s = time.monotonic() - started
         row = {"step": step + 1, **row, "learning_rate": rate, "grad_norm": norm, "step_s": took_s}
         row |= {"audio_s_per_s": counts["audio_s"] / took_s, "tokens": counts["tokens"]}
-        row["peak_bytes"] = peak_bytes(ranks.device)
+        row["peak_bytes"] = peak_bytes(ranks.device) + (self.graphs.num_bytes if self.graphs else 0)
         if (step + 1) % options.log_every == 0 or step + 1 == options.max_steps:
             if ranks.is_first:
                 self.progress.add("train", row)
@@ -225,7 +232,10 @@ class Loop:
 
     def _make(self, step: int) -> list[Batch]:
         first = step * self.options.accumulate * self.ranks.world + self.ranks.rank
-        return [self.stream[first + i * self.ranks.world] for i in range(self.options.accumulate)]
+        batches = [self.stream[first + i * self.ranks.world] for i in range(self.options.accumulate)]
+        if self.ranks.device.type == "cuda":  # from pinned memory a copy need not wait
+            batches = [batch.pin_memory() if hasattr(batch, "pin_memory") else batch for batch in batches]
+        return batches
 
     def validate(self, step: int) -> dict[str, float]:
         """Mean losses over the validation batches, without touching anything."""
@@ -256,6 +266,8 @@ class Loop:
             pieces = self._fitting(batches)
             seed_all(self.options.seed, step, self.ranks.rank)
             getattr(self.task, "start_step", lambda: None)()
+            if self.graphs is not None:
+                self.graphs.start_step()
             try:
                 return self._backward(pieces, counts)
             except Exception as error:
@@ -264,25 +276,36 @@ class Loop:
                 message = str(error).splitlines()[0]
             # Outside of the handler, whose exception keeps the frames and their tensors alive.
             self.optimizer.clear_gradients()
+            had_graphs, self.graphs = self.graphs is not None, None
             gc.collect()
             if self.ranks.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._shrink(pieces, message)
+            if had_graphs:
+                self.progress.say("out of memory: from now on without CUDA graphs")
+            else:
+                self._shrink(pieces, message)
 
     def _backward(self, pieces: Sequence[Batch], counts: Mapping[str, float]) -> dict[str, Tensor]:
         sums: dict[str, Tensor] = {}
         # Sharded gradients are averaged over processes on their way, ours are to be added up.
         factor = self.ranks.world if self.ranks.is_sharded else 1
         for piece in pieces:
-            losses = self.task(piece.to(self.ranks.device))
-            weighted = [
-                losses[name] * (weight * factor / counts[name])
+            weights = {
+                name: weight * factor / counts[name]
                 for name, weight in self.task.loss_weights.items()
-                if weight and name in losses and counts.get(name)
-            ]
+                if weight and counts.get(name)
+            }
+            if self.graphs is not None:
+                _add(sums, self.graphs.run(piece, weights))
+                continue
+            losses = self.task(piece.to(self.ranks.device))
+            weighted = [losses[name] * weight for name, weight in weights.items() if name in losses]
             torch.stack(weighted).sum().backward()
             _add(sums, {name: value.detach() for name, value in losses.items()})
             del losses, weighted
+        if self.graphs is not None and self.graphs.reason is not None:
+            self.progress.say(f"without CUDA graphs from now on: {self.graphs.reason}")
+            self.graphs = None
         return sums
 
     def _fitting(self, batches: Sequence[Batch]) -> list[Batch]:

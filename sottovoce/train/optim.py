@@ -8,6 +8,7 @@ frees the gradient, so that never all of them exist. Knows no model and no sched
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -71,9 +72,18 @@ class AdamW:
         self.learning_rate = learning_rate
 
     def fuse(self) -> None:
-        """From now on, backward passes update each weight and free its gradient; `apply` has nothing left to do."""
+        """From now on, backward passes update each weight and free its gradient; `apply` has nothing left to do.
+
+        Hooks know the optimizer by a weak reference: a ring through a tensor's hooks is never collected.
+        """
+        own = weakref.ref(self)
+
+        def update(name: str) -> None:
+            if (optimizer := own()) is not None:
+                optimizer._update(name, 1.0)
+
         for name, parameter in self.parameters.items():
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._update(name, 1.0))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: update(name))
 
     def apply(self, scale: float = 1.0) -> None:
         """Moves all weights by their gradients times `scale`, and frees the gradients.
@@ -82,14 +92,16 @@ class AdamW:
         would be sixteen launches.
         """
         together: list[str] = []
+        size = 0
         for name, parameter in self.parameters.items():
             if parameter.grad is None or parameter.dtype != torch.float32 or "first_scale" in self.state[name]:
                 self._update(name, scale)
                 continue
-            if sum(len(self.state[other]["first"]) for other in together) + parameter.numel() > CHUNK:
+            if size + parameter.numel() > CHUNK:
                 self._update_together(together, scale)
-                together = []
+                together, size = [], 0
             together.append(name)
+            size += parameter.numel()
         self._update_together(together, scale)
 
     def clear_gradients(self) -> None:

@@ -65,13 +65,13 @@ def test_halves_of_a_batch_add_up():
     assert whole.audio_s == pytest.approx(first.audio_s + second.audio_s)
 
 
-def run(folder, steps, recipe, seed=1, **options) -> CodecTask:
+def run(folder, steps, recipe, seed=1, slices=CUT, **options) -> CodecTask:
     torch.manual_seed(seed)
     codec = random_codec(
         decoder_config={"decoder_dim": 16, "num_hidden_layers": 1},
         encoder_config={"num_filters": 2, "num_hidden_layers": 1},
     )
-    task = CodecTask(codec, recipe, CUT).train()
+    task = CodecTask(codec, recipe, slices).train()
     trained = {n: p for n, p in task.named_parameters() if p.requires_grad}
     sound = recordings()
     stream = PieceStream(sound, [0, 1], rows=1, piece_frames=2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -152,3 +155,16 @@ def test_embeddings_and_vectors_do_not_decay():
     optimizer.begin_step(0.1)
     optimizer.apply()
     assert [parameter.detach().mean().item() for parameter in parameters.values()] == pytest.approx([0.95, 1, 1])
+
+
+def test_a_fused_optimizer_goes_with_its_model():
+    model = nn.Linear(8, 8)
+    optimizer = AdamW(dict(model.named_parameters()), AdamOptions(state_bits=8))
+    optimizer.fuse()
+    optimizer.begin_step(1e-3)
+    model(torch.ones(1, 8)).sum().backward()
+    assert model.weight.grad is None
+    alive = [weakref.ref(optimizer), weakref.ref(model.weight)]
+    del optimizer, model
+    gc.collect()
+    assert [found() for found in alive] == [None, None]
