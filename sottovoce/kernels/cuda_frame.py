@@ -305,11 +305,12 @@ class FrameKernel:
         names = ("input_norm", "q_norm", "k_norm", "post_norm")
         tables = []
         for layers in (self.talker.layers, self.small_layers):
-            rows = [[getattr(w, n) for n in names] for w in layers]
-            if any(f != "none" for f in self.formats):
-                rows = [row + [_scales(getattr(w, n)) for n in _MATRICES] for row, w in zip(rows, layers, strict=True)]
-            addresses = torch.tensor([_address(v) for row in rows for v in row], dtype=torch.int64)
-            tables.append(addresses.to(self.device))
+            addresses: list[int] = []
+            for w in layers:
+                addresses += [_address(getattr(w, n)) for n in names]
+                if set(self.formats) != {"none"}:
+                    addresses += [_address(getattr(getattr(w, n), "scales", None)) for n in _MATRICES]
+            tables.append(torch.tensor(addresses, dtype=torch.int64).to(self.device))
         return tables
 
     def _stream(self, v: Variant, is_joint: bool) -> tuple[Tensor, int]:
@@ -357,10 +358,6 @@ def _format(part: str, layers: Sequence[LayerWeights]) -> str:
     if len(found) > 1:
         raise Unsupported(f"the frame kernel takes a {part} in one format, not in {' and '.join(found)}")
     return found[0]
-
-
-def _scales(weight: Tensor | QuantWeight) -> Tensor | None:
-    return weight.scales if isinstance(weight, QuantWeight) else None
 
 
 def _piece(
