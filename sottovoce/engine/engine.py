@@ -128,6 +128,7 @@ class Engine:
         self._events: list[Event] = []
         self._later: dict[Hashable, int] = {}  # had no memory to begin: requests that had ended by then
         self._num_ended = 0
+        self._may_launch = True  # not yet known that only time, a commit or a new request can give work
         self._parts: Parts | None = None
         self._trace = trace.current()
         if self._trace is not None:
@@ -175,7 +176,7 @@ class Engine:
         row = Row(request_id, num_prompt, max_frames, prefix, ahead_s)
         if not self._active:
             self.guard.review()
-        job = Job(plan, sampling, seed)
+        job, self._may_launch = Job(plan, sampling, seed), True
         self.scheduler.add(row)  # the last that can fail: nothing may stay behind
         self._active[request_id] = _Active(row, job)
         self._jobs[request_id] = job
@@ -188,6 +189,7 @@ class Engine:
             return False
         self._end(request_id)
         self.scheduler.abort(request_id)
+        self._may_launch = True
         return True
 
     @property
@@ -204,7 +206,9 @@ class Engine:
         return self.scheduler.stats()
 
     def idle_s(self) -> float | None:
-        """Seconds until the first resting request goes on; None if nothing rests."""
+        """Seconds until the first resting request goes on; None if nothing rests, 0 while somebody else may go on."""
+        if self._may_launch:
+            return 0.0
         now_s = self._clock()
         due_s = self.scheduler.next_due_s(now_s)
         return None if due_s is None else max(0.0, due_s - now_s)
@@ -246,6 +250,7 @@ class Engine:
         while len(self._in_flight) <= (0 if self._is_starting() else self.capacity.lag):
             step = self.scheduler.schedule(self._clock())
             if step is None:
+                self._may_launch = False
                 return
             self._mark("prompt" if step.prefill else "decode")
             self._in_flight.append((step, self._launch(step)))
@@ -275,6 +280,7 @@ class Engine:
     def _collect(self) -> None:
         """Takes the outcome of the oldest step."""
         step, launched = self._in_flight.popleft()
+        self._may_launch = True
         none = np.full((len(step.rows), NUM_CODEBOOKS), -1)
         codes = none if launched is None else launched.wait().numpy()
         eos = self.network.config.talker.codec_eos_token_id

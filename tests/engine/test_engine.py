@@ -279,3 +279,20 @@ def test_nan_in_the_codec_goes_on_in_float32(lab):
         assert np.isfinite(got[index][1]).all()
         assert np.abs(got[index][1] - expected[index][1]).max() < lab.near
         assert len(got[index][1]) == len(expected[index][1])
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_nobody_waits_while_a_resting_request_sleeps(lab, lag):
+    """With nothing in flight, a driver sleeps for as long as `idle_s` says."""
+    engine = lab.engine(4, has_audio=True, lag=lag)
+    engine._clock = lambda: 0.0
+    lab.add(engine, 1, ahead_s=0.2)
+    while not engine.idle_s() or engine.is_busy:
+        engine.step()
+    assert engine.idle_s() == pytest.approx(0.1, abs=0.09)
+    lab.add(engine, 3)
+    ends = []
+    for _ in range(200):
+        assert not engine.idle_s() or engine.is_busy or 3 in ends
+        ends += [event.id for event in engine.step() if event.finish_reason]
+    assert ends == [3] and engine.idle_s() > 0
