@@ -152,7 +152,7 @@ def sample_elements(config: CodecEncoderConfig) -> float:
     return 5 * sum(sizes) + 3 * max(sizes)
 
 
-def _longest(length: int, rows: int, least: int, room: int, step_bytes: float, border_bytes: int) -> Slices:
+def _longest(length: int, rows: int, least: int, room: int, step_bytes: float, border_bytes: float) -> Slices:
     """As long as `room` allows, then as many rows; slices of one length, so that their shapes repeat."""
 
     def cost(slices: Slices) -> float:

@@ -117,7 +117,7 @@ def _repeated(work: Work, inputs: list[Tensor]) -> _Captured:
         if not outputs:
             outputs.extend(t if t is None else t.detach().clone() for t in new)
         for old, t in zip(outputs, new):
-            if old is not None:
+            if old is not None and t is not None:
                 old.copy_(t.detach())
 
     return _Captured(inputs, outputs, replay)
