@@ -146,13 +146,16 @@ def random_codec(config: CodecConfig, device: torch.device) -> Codec:
     return codec
 
 
-def fixed_bytes(task: CodecTask, optimizer: AdamW, is_fused: bool) -> int:
-    """Weights, buffers, gradients and optimizer. Fused into the backward pass, only the gradients of the convolution
-    stack exist while most memory is taken."""
+def standing_bytes(task: CodecTask, optimizer: AdamW, is_fused: bool) -> tuple[int, tuple[int, int]]:
+    """What a step needs beside its activations: weights, buffers, optimizer and the gradients of convolutions, which
+    graphs keep in place; and the `late_bytes` of `plan_slices`."""
     on_device = [t for t in (*task.parameters(), *task.buffers()) if t.device == task.num_steps.device]
-    trained = task.codec.decoder.decoder.parameters() if is_fused else task.parameters()
-    gradients = sum(p.nbytes for p in trained if p.requires_grad)
-    return sum(t.nbytes for t in (*on_device, *optimizer.tensors().values())) + gradients
+    gradients = {name: p.nbytes for name, p in task.named_parameters() if p.requires_grad}
+    late = []
+    for half, stack in (("codec.decoder.", "codec.decoder.decoder."), ("codec.encoder.", "codec.encoder.encoder.")):
+        late.append(sum(n for name, n in gradients.items() if name.startswith(half) and not name.startswith(stack)))
+    fixed = sum(t.nbytes for t in (*on_device, *optimizer.tensors().values())) + sum(gradients.values()) - sum(late)
+    return fixed, (late[0], late[1] if is_fused else sum(late))
 
 
 def release(device: torch.device) -> int:
@@ -225,10 +228,11 @@ def _run(
     task: CodecTask, optimizer: AdamW, variant: Variant, batch: CodecBatch, memory_bytes: int, num_steps: int,
     device: torch.device, started_bytes: int, is_profiled: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    fixed = fixed_bytes(task, optimizer, variant.is_fused)
+    fixed, late = standing_bytes(task, optimizer, variant.is_fused)
     plan = plan_slices(
         task.codec.config, len(batch.inputs), batch.inputs.shape[1] // FRAME_SAMPLES, memory_bytes - fixed,
         trains_encoder=task.recipe.extent == "all", element_bytes=2 if variant.dtype == "bfloat16" else 4,
+        late_bytes=late,
     )  # fmt: skip
     task.slices = WHOLE.get(variant.cut, plan.slices)
     if variant.is_fused:

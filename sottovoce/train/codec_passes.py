@@ -43,12 +43,12 @@ def encode_features(
     if slices.is_by_block:
         x = _block_by_block(stack.layers, samples[:, None])
     else:
-        tails = zero_tails(stack, batch, samples.device, samples.dtype)
+        tails = _repeated(zero_tails(stack, 1, samples.device, samples.dtype), batch)
         x = run_sliced(convolve, stack, samples[:, None], tails, slices.samples, graphs)
     if slices.is_by_block or (window is None and slices.steps is not None):
         x = _layer_by_layer(transformer, x.transpose(1, 2), window).transpose(1, 2)
     else:
-        state = encoder.initial_state(batch, x.device, x.dtype)
+        state = encoder.initial_state(1, x.device, x.dtype)
         num_layers = len(state.keys)
 
         def attend(x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -57,9 +57,16 @@ def encode_features(
             y, keys, values = transformer(x.transpose(1, 2), past, window)
             return y.transpose(1, 2), [position + x.shape[-1], *keys, *values]
 
-        x = run_sliced(attend, transformer, x, [state.position, *state.keys, *state.values], slices.steps)
+        x = run_sliced(
+            attend, transformer, x, _repeated([state.position, *state.keys, *state.values], batch), slices.steps
+        )
     edge = x[..., :1].expand(-1, -1, encoder.downsample.context)  # this convolution repeats the edge instead of zeros
     return encoder.downsample(x, Tails([edge]))
+
+
+def _repeated(state: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """The state of one row for all of them, without memory for it: at the beginning they are equal."""
+    return [t.expand(rows, *t.shape[1:]) for t in state]
 
 
 def _layer_by_layer(transformer: CausalTransformer, x: Tensor, window: int | None) -> Tensor:
@@ -101,7 +108,7 @@ def decode_vectors(
             least.
         graphs: for the convolutions, which are nearly all of the launches; see `run_sliced`.
     """
-    state = decoder.initial_state(vectors.shape[0])
+    state, batch = decoder.initial_state(1), len(vectors)
     num_layers, num_tails = len(state.keys), decoder.num_latent_tails
 
     def cheap(x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -114,14 +121,15 @@ def decode_vectors(
         return waveform(decoder, x, tails)
 
     first = nn.ModuleList([decoder.pre_conv, decoder.pre_transformer, decoder.upsample])
-    begin = [state.position, *state.keys, *state.values, *state.tails[:num_tails]]
-    whole = Slices(vectors.shape[-1], len(vectors))
+    begin = _repeated([state.position, *state.keys, *state.values, *state.tails[:num_tails]], batch)
+    whole = Slices(vectors.shape[-1], batch)
     latents = run_sliced(cheap, first, vectors, begin, whole if slices.is_by_block else slices.frames)
     if slices.is_by_block:
         return _block_by_block(decoder.decoder, latents).squeeze(1)
     if not slices.is_lean:
-        return run_sliced(decoder.waveform, decoder.decoder, latents, state.tails[num_tails:], slices.latents)
+        tails = _repeated(state.tails[num_tails:], batch)
+        return run_sliced(decoder.waveform, decoder.decoder, latents, tails, slices.latents)
     dtype = dtype or latents.dtype
-    tails = zero_tails(decoder.decoder, len(latents), latents.device, dtype)
+    tails = zero_tails(decoder.decoder, 1, latents.device, dtype)
     tails[-1] = tails[-1].to(torch.promote_types(dtype, torch.float32))
-    return run_sliced(dear, decoder.decoder, latents.to(dtype), tails, slices.latents, graphs)
+    return run_sliced(dear, decoder.decoder, latents.to(dtype), _repeated(tails, batch), slices.latents, graphs)

@@ -74,10 +74,9 @@ class TrainedQuantizer(nn.Module):
             self._is_new = [not bool(book.embed_sum.any()) for book in self._books]
         for chain, copies in self._chains:
             x = chain.input_proj(features).transpose(1, 2)
-            total = torch.zeros_like(x)
+            total, missing = torch.zeros_like(x), torch.zeros_like(x)
             for book in chain.codebooks():
-                residual = x - total
-                flat = residual.detach().flatten(0, 1).float()
+                flat = (x.detach() - total).flatten(0, 1).float()
                 if self.training and self._is_new[index]:
                     self._begin(index, flat[sample], weights.sum())
                 table = book.table()
@@ -88,9 +87,13 @@ class TrainedQuantizer(nn.Module):
                     self.kept[index] = flat[sample]
                 codes.append(chosen.view(x.shape[:2]))
                 vector = F.embedding(codes[-1], table).to(x.dtype)
-                commitment = commitment + ((residual - vector).square().mean(-1) * is_valid).sum()
                 total = total + vector
+                missed = (x.detach() - total) * is_valid[..., None]
+                commitment = commitment + missed.square().mean(-1).sum()
+                missing += missed
                 index += 1
+            # The slope of all books' terms at once, where autograd would keep a tensor for each.
+            commitment = commitment + ((x - x.detach()) * (missing * (2 / x.shape[-1]))).sum()
             outputs.append(copies.project(x + (total - x).detach()))
         return Quantized(outputs[0] + outputs[1], torch.stack(codes, dim=1), commitment / len(self._books))
 

@@ -18,7 +18,7 @@ import torch
 from sottovoce._version import __version__
 from sottovoce.audio.resample import resample
 from sottovoce.train.codec import CodecRecipe, CodecTask
-from sottovoce.train.codec_bench import fixed_bytes
+from sottovoce.train.codec_bench import standing_bytes
 from sottovoce.train.codec_data import PieceStream, Recordings, gather_recordings, whole_batches
 from sottovoce.train.codec_export import CODEC_FOLDER, begin, export_codec, export_with_talker
 from sottovoce.train.codec_judge import Preview
@@ -89,9 +89,9 @@ def train_codec(
     share = max(VALIDATION_SHARE, 1.01 / num_clips)  # one at least, if there are two
     train_on, validate_on = held_out(num_clips, share, MAX_VALIDATION_CLIPS, loop.seed)
     piece_frames = max(1, round(piece_s * SAMPLE_RATE / FRAME_SAMPLES))
-    room = _budget(memory_bytes, ranks.device) - fixed_bytes(task, optimizer, loop.is_fused)
+    fixed, late = standing_bytes(task, optimizer, loop.is_fused)
     task.slices = slices or plan_slices(
-        codec.config, rows, piece_frames, room,
+        codec.config, rows, piece_frames, _budget(memory_bytes, ranks.device) - fixed, late_bytes=late,
         trains_encoder=recipe.extent == "all", element_bytes=2 if recipe.dtype == "bfloat16" else 4,
     ).slices  # fmt: skip
     is_whole = all(cut is None for cut in (task.slices.latents, task.slices.samples))

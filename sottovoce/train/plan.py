@@ -205,8 +205,9 @@ def _reasons(wish: _Wish, method: str, state_bits: int, is_fused: bool, parts: M
         "allocator": "lost between blocks (estimate)",
         "waves": "recordings, samples and their gradient, of whole clips",
         "latents": "input of the convolutions, of whole clips",
-        "slice": "alive in one slice of time (estimate)",
-        "states": "carried from slice to slice",
+        "features": "around the encoder's transformer and the codebooks, of whole clips (estimate)",
+        "borders": "carried from slice to slice of the transformers",
+        "slice": "alive in one slice of time (estimate), and carried between slices of the convolutions",
         "whole_clips": "all that autograd keeps: no slices are needed (estimate)",
     }
     return {name: why[name] for name in ("method", "optimizer_state", "batch", *parts)}

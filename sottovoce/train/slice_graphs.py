@@ -41,7 +41,8 @@ class SliceGraphs:
         self._captured: dict[Hashable, _Captured] = {}
         self._sums: dict[Hashable, list[Tensor]] = {}
         if device.type == "cuda":
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)
+        self.release()
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -84,6 +85,8 @@ class SliceGraphs:
         self._seen.clear()
         self._captured.clear()
         self._sums.clear()
+        if self.device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()  # that of graphs which are gone cannot be used again
 
     def _capture(self, key: Hashable, work: Work, inputs: Sequence[Tensor]) -> _Captured | None:
         fixed = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs]
@@ -114,7 +117,7 @@ def _repeated(work: Work, inputs: list[Tensor]) -> _Captured:
         if not outputs:
             outputs.extend(t if t is None else t.detach().clone() for t in new)
         for old, t in zip(outputs, new):
-            if old is not None:
+            if old is not None and t is not None:
                 old.copy_(t.detach())
 
     return _Captured(inputs, outputs, replay)

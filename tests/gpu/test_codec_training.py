@@ -9,6 +9,7 @@ from sottovoce.train.codec import CodecRecipe, CodecTask
 from sottovoce.train.codec_bench import random_codec, sounds
 from sottovoce.train.codec_passes import PLAIN, CodecSlices
 from sottovoce.train.codec_plan import plan_slices
+from sottovoce.train.slice_graphs import SliceGraphs
 from sottovoce.train.slices import Slices
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -37,6 +38,22 @@ def test_gradients_at_the_published_size(dtype, limit):
     assert ours.keys() == plain.keys()
     error = sum((ours[n] - g).double().square().sum() for n, g in plain.items()).sqrt()
     assert error < limit * sum(g.double().square().sum() for g in plain.values()).sqrt()
+
+
+def test_graphs_change_nothing_but_launches():
+    """In the first pass slices are warmed up, captured and replayed, in the second only replayed."""
+    task = CodecTask(random_codec(CodecConfig.published(), CUDA), CodecRecipe("all", ema_decay=0.0))
+    task, batch = task.to(CUDA).train(), sounds(2, 13).to(CUDA)
+    task.slices = CodecSlices(Slices(3 * 1920, 1), Slices(26, 1), Slices(13, 1), Slices(12, 1))
+    with full_precision():
+        expected = gradients(task, batch)
+        task.graphs = SliceGraphs(CUDA)
+        for _ in range(2):
+            ours = gradients(task, batch)
+            assert ours.keys() == expected.keys()
+            error = sum((ours[n] - g).double().square().sum() for n, g in expected.items()).sqrt()
+            assert error < 1e-5 * sum(g.double().square().sum() for g in expected.values()).sqrt()
+    assert task.graphs.reason is None and len(task.graphs) >= 4
 
 
 def test_a_step_stays_within_its_plan():

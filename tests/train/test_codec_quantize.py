@@ -113,3 +113,20 @@ def test_unused_codes_begin_again_at_vectors_of_the_batch(codec):
 def test_perplexity():
     codes = torch.stack([torch.arange(8), torch.zeros(8, dtype=torch.int64)])[None]  # [1, 2, 8]
     torch.testing.assert_close(perplexity(codes, 8), torch.tensor([8.0, 1.0]))
+
+
+def test_the_slope_of_commitment_is_that_of_its_definition(codec):
+    """The mean over books and channels of what each book leaves over, with the codes and vectors fixed."""
+    quantizer = TrainedQuantizer(codec)
+    features = torch.randn(2, codec.config.encoder.hidden_size, 5, requires_grad=True)
+    is_valid = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    made = quantizer(features, is_valid)
+    (slope,) = torch.autograd.grad(made.commitment, features)
+    total, index = features.new_zeros(()), 0
+    for chain, _ in quantizer._chains:
+        left = chain.input_proj(features).transpose(1, 2)
+        for book in chain.codebooks():
+            left = left - book.table()[made.codes[:, index]]
+            total, index = total + (left.square().mean(-1) * is_valid).sum(), index + 1
+    torch.testing.assert_close(made.commitment, total / index)
+    torch.testing.assert_close(slope, torch.autograd.grad(total / index, features)[0])
