@@ -86,6 +86,7 @@ class StepGraphs:
                 kind.names, kind.sums = self._work(kind, kind.inputs, tuple(weights))
             else:
                 kind.graph.replay()
+            assert kind.sums is not None
             names, sums = kind.names, kind.sums.clone()  # the next batch overwrites them
         for index in kind.used:
             self.parameters[index].grad = self._gradients[index]
@@ -101,7 +102,7 @@ class StepGraphs:
         if not kind.used:
             found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
             kind.used = [index for index, gradient in enumerate(found) if gradient is not None]
-            found = [gradient for gradient in found if gradient is not None]
+            found = tuple(gradient for gradient in found if gradient is not None)
             for index in set(kind.used) - self._gradients.keys():
                 parameter = self.parameters[index]
                 self._gradients[index] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
