@@ -1,6 +1,6 @@
 """Forward, losses and backward of a batch as one CUDA graph, for models so small that launching takes most of a step.
 
-Each kind of batch (phase of the task and shapes) runs a few times as usual, which compiles kernels and fills caches;
+Each kind of batch (in each phase of the task, each shape) runs a few times as usual, which compiles kernels and fills caches;
 then its operations are captured, and from then on a step is a copy of its inputs and one launch. Gradients are added to
 tensors that never move. Without a GPU the same is done with the same tensors, operation by operation.
 
@@ -60,6 +60,7 @@ class StepGraphs:
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         self._gradients: dict[int, Tensor] = {}
         self._kinds: dict[Hashable, _Kind] = {}
+        self._phase: Hashable = None
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def start_step(self) -> None:
@@ -71,8 +72,10 @@ class StepGraphs:
         """The sum of each loss; adds the gradient of their weighted sum to `.grad`. `batch` may lie on the host."""
         inputs = dict(self.task.inputs(batch))
         inputs["weights"] = torch.tensor(list(weights.values()), dtype=self._dtype)
+        if self.task.phase != self._phase:
+            self._forget()
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
-        kind = self._kinds.setdefault((self.task.phase, tuple(weights), shapes), _Kind())
+        kind = self._kinds.setdefault((tuple(weights), shapes), _Kind())
         kind.num_runs += 1
         if kind.num_runs > WARM_RUNS and kind.inputs is None and self.reason is None:
             self._capture(kind, inputs, tuple(weights))
@@ -91,6 +94,15 @@ class StepGraphs:
         for index in kind.used:
             self.parameters[index].grad = self._gradients[index]
         return dict(zip(names, sums.unbind(), strict=True))
+
+    def _forget(self) -> None:
+        """Graphs of a phase that is over, and their memory."""
+        self._phase, self.num_bytes = self.task.phase, 0
+        self._kinds.clear()
+        if self._pool is not None:
+            torch.cuda.synchronize(self.device)
+            self._pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()
 
     def _work(
         self, kind: _Kind, inputs: Mapping[str, Tensor], weighted: tuple[str, ...]
