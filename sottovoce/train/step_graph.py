@@ -1,8 +1,8 @@
 """Forward, losses and backward of a batch as one CUDA graph, for models so small that launching takes most of a step.
 
-Each kind of batch (in each phase of the task, each shape) runs a few times as usual, which compiles kernels and fills caches;
-then its operations are captured, and from then on a step is a copy of its inputs and one launch. Gradients are added to
-tensors that never move. Without a GPU the same is done with the same tensors, operation by operation.
+Each kind of batch (of a shape, in a phase of the task) runs a few times as usual, which compiles kernels and fills
+caches; then its operations are captured, and from then on a step is a copy of its inputs and one launch. Gradients are
+added to tensors that never move. Without a GPU the same is done with the same tensors, operation by operation.
 
 Knows no loop and no optimizer. What cannot be captured goes on as usual, and `reason` says why.
 """
