@@ -50,6 +50,7 @@ class Settings:
         codebook_size: vectors of each of the 16 codebooks.
         codec_rows, codec_s: pieces a step of the codec's training, and their length.
         gan_share: part of the codec's steps after which discriminators train along; None never.
+        gan_width, gan_s: their width, and the seconds of each piece that they see.
         talker_tokens: positions a batch of the talker's training.
         codec_rate, talker_rate: learning rates.
         budgets_s: by stage, how long it may train; the other stages take what they take.
@@ -66,6 +67,8 @@ class Settings:
     codec_rows: int
     codec_s: float
     gan_share: float | None
+    gan_width: int
+    gan_s: float
     talker_tokens: int
     codec_rate: float
     talker_rate: float
@@ -133,7 +136,9 @@ FULL = Settings(
     codebook_size=512,
     codec_rows=64,
     codec_s=1.92,
-    gan_share=0.75,
+    gan_share=2 / 3,
+    gan_width=16,
+    gan_s=0.5,
     talker_tokens=8192,
     codec_rate=5e-4,
     talker_rate=8e-4,

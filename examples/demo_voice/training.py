@@ -23,7 +23,6 @@ from settings import Settings
 
 WARM_STEPS = 10  # of a trial, that are slower: kernels are compiled and chosen
 OVERHEAD = 1.15  # validations, states and what else is not a step
-GAN_COST = 2.5  # estimate: a step with discriminators, in steps without; they pass three times, twice backward
 MIN_GAN_STEPS = 8000  # with fewer in all, steps without discriminators are worth more
 TRIAL_CLIPS = 300
 GRACE_S = 120.0  # to write what there is after Ctrl-C
@@ -61,12 +60,15 @@ class Trainer:
         s = self.settings
         common = ["--model", self._path("codec_start"), "--new", "--batch", s.codec_rows, "--seconds", s.codec_s]
         common += ["--learning-rate", s.codec_rate, "--preview-every", NEVER, "--state-bits", 32]
-        trial = self._first_clips(TRIAL_CLIPS)
-        steps = self._steps("codec", ["codec", *common, "--data", trial])
+        gan = ["--gan-width", s.gan_width, "--gan-seconds", s.gan_s]
+        trial = ["codec", *common, "--data", self._first_clips(TRIAL_CLIPS)]
+        if s.gan_share is not None:
+            trial += [*gan, "--gan-from", s.trial_steps // 2, "--gan-warmup", 0]
+        steps = self._steps("codec", trial, s.gan_share)
         if steps is None:
             return False
-        if s.gan_share is not None and steps >= MIN_GAN_STEPS:
-            common += ["--gan-from", int(steps * s.gan_share), "--gan-warmup", min(1000, steps // 40)]
+        if self._plan().get("codec_has_gan"):
+            common += [*gan, "--gan-from", int(steps * s.gan_share), "--gan-warmup", min(1000, steps // 40)]
         return self._train("codec", ["codec", *common, "--data", self._path("speech", "clips.jsonl")], steps)
 
     def prepare(self) -> bool:
@@ -91,8 +93,12 @@ class Trainer:
     def _path(self, *parts: str) -> str:
         return str(self.work.joinpath(*parts))
 
-    def _steps(self, stage: str, command: Sequence[object]) -> int | None:
-        """Steps for the stage's time, by a trial that is remembered; None if this call has no time for the trial."""
+    def _steps(self, stage: str, command: Sequence[object], gan_share: float | None = None) -> int | None:
+        """Steps for the stage's time, by a trial that is remembered; None if this call has no time for the trial.
+
+        With `gan_share`, discriminators join in the second half of the trial, and after that part of the training if
+        then still enough steps fit.
+        """
         s, plan = self.settings, self._plan()
         if stage in s.steps:
             return s.steps[stage]
@@ -103,14 +109,20 @@ class Trainer:
             if self._run(stage, [*every, "--validate-every", NEVER], self.clock.left_s) is None:
                 return None
             with (trial / "train.csv").open(newline="") as file:
-                step_s = median(float(row["step_s"]) for row in list(csv.DictReader(file))[WARM_STEPS:])
+                took_s = [float(row["step_s"]) for row in csv.DictReader(file)]
             shutil.rmtree(trial)
-            steps = max(s.trial_steps, int(s.budgets_s[stage] / (step_s * OVERHEAD)))
-            if stage == "codec" and s.gan_share is not None:
-                with_gan = int(steps / (s.gan_share + (1 - s.gan_share) * GAN_COST))
-                steps = with_gan if with_gan >= MIN_GAN_STEPS else min(steps, MIN_GAN_STEPS - 1)
+            half = len(took_s) if gan_share is None else len(took_s) // 2
+            step_s, budget_s = median(took_s[WARM_STEPS:half]), s.budgets_s[stage] / OVERHEAD
+            steps, told = int(budget_s / step_s), f"{stage}: {1000 * step_s:.0f} ms a step"
+            if gan_share is not None:
+                gan_s = median(took_s[half + WARM_STEPS :])
+                with_gan = int(budget_s / (gan_share * step_s + (1 - gan_share) * gan_s))
+                steps = with_gan if with_gan >= MIN_GAN_STEPS else steps
+                self._note(codec_gan_step_s=gan_s, codec_has_gan=with_gan >= MIN_GAN_STEPS)
+                told += f", {1000 * gan_s:.0f} with discriminators"
+            steps = max(s.trial_steps, steps)
             self._note(**{f"{stage}_step_s": step_s, f"{stage}_steps": steps})
-            print(f"{stage}: {1000 * step_s:.0f} ms a step, so {steps} steps", flush=True)
+            print(f"{told}, so {steps} steps", flush=True)
         return int(self._plan()[f"{stage}_steps"])
 
     def _train(self, stage: str, command: Sequence[object], steps: int) -> bool:

@@ -59,6 +59,8 @@ def train_codec(
         int | None, flag("--gan-from", help="Step from which discriminators train along. Default: never.")
     ] = None,
     gan_warmup: Annotated[int, flag("--gan-warmup", help="Steps they train alone. Default: 1000.")] = 1000,
+    gan_width: Annotated[int, flag("--gan-width", help="Channels of their first layers. Default: 32.")] = 32,
+    gan_seconds: Annotated[float, flag("--gan-seconds", help="Of each piece that they see. Default: 1.")] = 1.0,
     max_grad_norm: Annotated[
         float, flag("--max-grad-norm", help="Longer gradients are shortened; 0: never. Default: 1.")
     ] = 1.0,
@@ -93,7 +95,10 @@ def train_codec(
     )  # fmt: skip
     outcome = train_codec(
         resolve(model, revision=revision, offline=offline), data, out,
-        recipe=CodecRecipe("all" if new else extent, gan_from_step=gan_from, gan_warmup_steps=gan_warmup, dtype=dtype),
+        recipe=CodecRecipe(
+            "all" if new else extent, gan_from_step=gan_from, gan_warmup_steps=gan_warmup, gan_s=gan_seconds,
+            gan_width=gan_width, dtype=dtype,
+        ),
         loop=loop,
         adam=AdamOptions(ADAM.betas, weight_decay=ADAM.weight_decay, state_bits=state_bits),
         rows=batch, piece_s=seconds, sample_rate=sample_rate, is_new=new,

@@ -90,9 +90,18 @@ class Recordings:
 
     def read(self, index: int, start: int = 0, count: int | None = None) -> np.ndarray:
         """float32 samples of a recording from sample `start` on, at most `count`."""
+        return self._stored(index, start, count).astype(np.float32) / 32768
+
+    def read_into(self, row: np.ndarray, index: int, start: int, gain: float) -> int:
+        """As many samples as there are into `row`, times `gain`, in one pass; returns how many."""
+        stored = self._stored(index, start, len(row))
+        np.multiply(stored, np.float32(gain) / np.float32(32768), out=row[: len(stored)])
+        return len(stored)
+
+    def _stored(self, index: int, start: int, count: int | None) -> np.ndarray:
         first, length = self.spans[index]
         stop = length if count is None else min(length, start + count)
-        return self.samples[first + start : first + stop].astype(np.float32) / 32768
+        return self.samples[first + start : first + stop]
 
 
 def gather_recordings(
@@ -160,13 +169,13 @@ class PieceStream:
     def __getitem__(self, index: int) -> CodecBatch:
         rng = np.random.default_rng((self.seed, index))
         count = piece_samples(self.piece_frames, self.recordings.sample_rate)
-        pieces = []
-        for _ in range(self.rows):
+        targets, lengths = np.zeros((self.rows, count), np.float32), []
+        for row in targets:
             recording = int(self.indices[np.searchsorted(self._edges, rng.random(), side="right")])
             room = max(0, self.recordings.spans[recording][1] - count)
             gain = 10 ** (rng.uniform(self.min_gain_db, 0) / 20)
-            pieces.append(gain * self.recordings.read(recording, int(rng.integers(room + 1)), count))
-        return collate(pieces, self.piece_frames, self.recordings.sample_rate)
+            lengths.append(self.recordings.read_into(row, recording, int(rng.integers(room + 1)), gain))
+        return _batch(targets, lengths, self.piece_frames, self.recordings.sample_rate)
 
 
 def collate(pieces: Sequence[np.ndarray], num_frames: int, sample_rate: int) -> CodecBatch:
@@ -175,15 +184,18 @@ def collate(pieces: Sequence[np.ndarray], num_frames: int, sample_rate: int) -> 
     targets = np.zeros((len(pieces), count), np.float32)
     for row, piece in zip(targets, pieces):
         row[: len(piece)] = piece
-    lengths = tuple(len(piece) for piece in pieces)
+    return _batch(targets, [len(piece) for piece in pieces], num_frames, sample_rate)
+
+
+def _batch(targets: np.ndarray, lengths: Sequence[int], num_frames: int, sample_rate: int) -> CodecBatch:
     whole = torch.from_numpy(targets)
     if sample_rate == SAMPLE_RATE:
-        return CodecBatch(whole, whole, lengths)
-    inputs = np.zeros((len(pieces), num_frames * FRAME_SAMPLES), np.float32)
+        return CodecBatch(whole, whole, tuple(lengths))
+    inputs = np.zeros((len(targets), num_frames * FRAME_SAMPLES), np.float32)
     for row, target in zip(inputs, targets):
         low = resample(target, sample_rate, SAMPLE_RATE)[: len(row)]
         row[: len(low)] = low
-    return CodecBatch(torch.from_numpy(inputs), whole, lengths)
+    return CodecBatch(torch.from_numpy(inputs), whole, tuple(lengths))
 
 
 def piece_samples(num_frames: int, sample_rate: int) -> int:

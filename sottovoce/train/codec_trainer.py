@@ -19,7 +19,7 @@ from sottovoce._version import __version__
 from sottovoce.audio.resample import resample
 from sottovoce.train.codec import CodecRecipe, CodecTask
 from sottovoce.train.codec_bench import standing_bytes
-from sottovoce.train.codec_data import PieceStream, Recordings, gather_recordings, whole_batches
+from sottovoce.train.codec_data import PieceStream, Recordings, gather_recordings, piece_samples, whole_batches
 from sottovoce.train.codec_export import CODEC_FOLDER, begin, export_codec, export_with_talker
 from sottovoce.train.codec_judge import Preview
 from sottovoce.train.codec_plan import plan_slices
@@ -27,6 +27,7 @@ from sottovoce.train.codec_quantize import perplexity
 from sottovoce.train.corpus import held_out
 from sottovoce.train.cuts import CodecSlices
 from sottovoce.train.loop import Loop, LoopOptions, Outcome
+from sottovoce.train.losses import SAMPLE_BYTES
 from sottovoce.train.optim import AdamOptions, AdamW
 from sottovoce.train.prepare import codec_digest
 from sottovoce.train.progress import Sink
@@ -90,10 +91,16 @@ def train_codec(
     train_on, validate_on = held_out(num_clips, share, MAX_VALIDATION_CLIPS, loop.seed)
     piece_frames = max(1, round(piece_s * SAMPLE_RATE / FRAME_SAMPLES))
     fixed, late = standing_bytes(task, optimizer, loop.is_fused)
-    task.slices = slices or plan_slices(
-        codec.config, rows, piece_frames, _budget(memory_bytes, ranks.device) - fixed, late_bytes=late,
+    room = _budget(memory_bytes, ranks.device) - fixed
+    plan = plan_slices(
+        codec.config, rows, piece_frames, room, late_bytes=late,
         trains_encoder=recipe.extent == "all", element_bytes=2 if recipe.dtype == "bfloat16" else 4,
-    ).slices  # fmt: skip
+    )  # fmt: skip
+    task.slices = slices or plan.slices
+    if ranks.device.type == "cuda":  # few large operations, where there is room for them
+        losses, spare_bytes = task.reconstruction, (room - plan.total_bytes) // 2
+        length = piece_samples(piece_frames, codec.config.output_sample_rate) + 2 * losses.options.margin
+        losses.piece_samples = max(losses.piece_samples, min(rows * length, spare_bytes // SAMPLE_BYTES))
     is_whole = all(cut is None for cut in (task.slices.latents, task.slices.samples))
     if has_graphs is None:
         has_graphs = ranks.device.type == "cuda" and ranks.world == 1 and is_whole and not loop.is_fused

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -304,7 +305,7 @@ class Loop:
             _add(sums, {name: value.detach() for name, value in losses.items()})
             del losses, weighted
         if self.graphs is not None and self.graphs.reason is not None:
-            self.progress.say(f"without CUDA graphs from now on: {self.graphs.reason}")
+            warnings.warn(f"training goes on without CUDA graphs: {self.graphs.reason}", stacklevel=2)
             self.graphs = None
         return sums
 

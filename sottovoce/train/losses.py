@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from sottovoce.model.speaker import mel_filterbank
 
 TERMS = ("mel", "stft", "wave")
+SAMPLE_BYTES = 135  # about
 MIN_MEL, MIN_POWER = 1e-5, 1e-10  # floors below which spectra count as silent
 MIN_MAGNITUDE = 1e-4  # 80 dB below full scale: with a lower floor, bins that hold only rounding rule the gradient
 
@@ -43,7 +44,7 @@ class SpectralOptions:
 class ReconstructionLoss(nn.Module):
     """
     Args:
-        piece_samples: of all rows together, worked on at once; each takes about 135 bytes of memory in float32.
+        piece_samples: of all rows together, worked on at once; each takes `SAMPLE_BYTES` of memory in float32.
     """
 
     def __init__(self, options: SpectralOptions | None = None, piece_samples: int = 1 << 20) -> None:

@@ -1,8 +1,8 @@
 """Forward, losses and backward of a batch as one CUDA graph, for models so small that launching takes most of a step.
 
-Each kind of batch (phase of the task and shapes) runs a few times as usual, which compiles kernels and fills caches;
-then its operations are captured, and from then on a step is a copy of its inputs and one launch. Gradients are added to
-tensors that never move. Without a GPU the same is done with the same tensors, operation by operation.
+Each kind of batch (of a shape, in a phase of the task) runs a few times as usual, which compiles kernels and fills
+caches; then its operations are captured, and from then on a step is a copy of its inputs and one launch. Gradients are
+added to tensors that never move. Without a GPU the same is done with the same tensors, operation by operation.
 
 Knows no loop and no optimizer. What cannot be captured goes on as usual, and `reason` says why.
 """
@@ -60,6 +60,7 @@ class StepGraphs:
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         self._gradients: dict[int, Tensor] = {}
         self._kinds: dict[Hashable, _Kind] = {}
+        self._phase: Hashable = None
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def start_step(self) -> None:
@@ -71,8 +72,10 @@ class StepGraphs:
         """The sum of each loss; adds the gradient of their weighted sum to `.grad`. `batch` may lie on the host."""
         inputs = dict(self.task.inputs(batch))
         inputs["weights"] = torch.tensor(list(weights.values()), dtype=self._dtype)
+        if self.task.phase != self._phase:
+            self._forget()
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
-        kind = self._kinds.setdefault((self.task.phase, tuple(weights), shapes), _Kind())
+        kind = self._kinds.setdefault((tuple(weights), shapes), _Kind())
         kind.num_runs += 1
         if kind.num_runs > WARM_RUNS and kind.inputs is None and self.reason is None:
             self._capture(kind, inputs, tuple(weights))
@@ -86,10 +89,20 @@ class StepGraphs:
                 kind.names, kind.sums = self._work(kind, kind.inputs, tuple(weights))
             else:
                 kind.graph.replay()
+            assert kind.sums is not None
             names, sums = kind.names, kind.sums.clone()  # the next batch overwrites them
         for index in kind.used:
             self.parameters[index].grad = self._gradients[index]
         return dict(zip(names, sums.unbind(), strict=True))
+
+    def _forget(self) -> None:
+        """Graphs of a phase that is over, and their memory."""
+        self._phase, self.num_bytes = self.task.phase, 0
+        self._kinds.clear()
+        if self._pool is not None:
+            torch.cuda.synchronize(self.device)
+            self._pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()
 
     def _work(
         self, kind: _Kind, inputs: Mapping[str, Tensor], weighted: tuple[str, ...]
@@ -101,7 +114,7 @@ class StepGraphs:
         if not kind.used:
             found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
             kind.used = [index for index, gradient in enumerate(found) if gradient is not None]
-            found = [gradient for gradient in found if gradient is not None]
+            found = tuple(gradient for gradient in found if gradient is not None)
             for index in set(kind.used) - self._gradients.keys():
                 parameter = self.parameters[index]
                 self._gradients[index] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)

@@ -11,6 +11,7 @@ from sottovoce.train.codec_passes import PLAIN, CodecSlices
 from sottovoce.train.codec_plan import plan_slices
 from sottovoce.train.slice_graphs import SliceGraphs
 from sottovoce.train.slices import Slices
+from sottovoce.train.step_graph import WARM_RUNS, StepGraphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CUDA = torch.device("cuda")
@@ -69,3 +70,43 @@ def test_a_step_stays_within_its_plan():
     gradients(task, batch)
     gradient_bytes = sum(p.nbytes for p in task.parameters() if p.requires_grad)
     assert torch.cuda.max_memory_allocated() - begin <= 1.1 * (plan.total_bytes + gradient_bytes)
+
+
+def captured(task: CodecTask, batch, graphs: StepGraphs, num_runs: int) -> dict[str, torch.Tensor]:
+    """Gradients of the last of so many runs."""
+    counts = task.counts(batch)
+    for _ in range(num_runs):
+        task.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        task.start_step()
+        graphs.start_step()
+        graphs.run(batch, {name: weight / counts[name] for name, weight in task.loss_weights.items()})
+    return {n: p.grad.cpu() for n, p in task.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("has_gan", [False, True])
+def test_a_captured_step_has_the_same_gradients(has_gan):
+    recipe = CodecRecipe("all", ema_decay=0.0, gan_from_step=0 if has_gan else None, gan_warmup_steps=0, gan_width=4)
+    task = CodecTask(random_codec(CodecConfig.published(), CUDA), recipe).to(CUDA).train()
+    batch = sounds(2, 13)
+    with full_precision():
+        plain = gradients(task, batch.to(CUDA))
+        graphs = StepGraphs(task, [p for p in task.parameters() if p.requires_grad], CUDA)
+        ours = captured(task, batch.pin_memory(), graphs, WARM_RUNS + 2)
+    assert graphs.reason is None and graphs.num_bytes > 0
+    assert ours.keys() == plain.keys()
+    error = sum((ours[n] - g).double().square().sum() for n, g in plain.items()).sqrt()
+    assert error < 1e-4 * sum(g.double().square().sum() for g in plain.values()).sqrt()
+
+
+def test_what_cannot_be_captured_goes_on_without():
+    task = CodecTask(random_codec(CodecConfig.published(), CUDA), CodecRecipe(ema_decay=0.0)).to(CUDA).train()
+    task.reconstruction.register_forward_hook(lambda module, args, losses: losses["mel"].item() and None)
+    batch = sounds(1, 4)
+    plain = gradients(task, batch.to(CUDA))
+    graphs = StepGraphs(task, [p for p in task.parameters() if p.requires_grad], CUDA)
+    ours = captured(task, batch, graphs, WARM_RUNS + 2)
+    assert "cannot be captured" in graphs.reason
+    assert torch.rand(3, device=CUDA).isfinite().all() and torch.cuda.current_stream() == torch.cuda.default_stream()
+    error = sum((ours[n] - g).double().square().sum() for n, g in plain.items()).sqrt()
+    assert error < 1e-2 * sum(g.double().square().sum() for g in plain.values()).sqrt()

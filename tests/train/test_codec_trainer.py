@@ -88,8 +88,9 @@ def test_going_on_is_the_same_as_not_stopping(base, data, tmp_path):
 
 def test_twice_the_rate_from_the_same_codes_by_the_command(base, data, tmp_path, sottovoce):  # noqa: F811
     done = sottovoce("train", "codec", "--data", data, "--out", tmp_path, "--model", base, "--sample-rate", 48_000,
-                     "--batch", 1, "--seconds", 0.16, "--steps", 2, "--memory", "200MB", "--json", "-q")  # fmt: skip
-    assert done.status == 0 and json.loads(done.out)["steps"] == 2, done.err
+                     "--batch", 1, "--seconds", 0.16, "--steps", 4, "--memory", "200MB",
+                     "--graphs", "--json", "-q")  # fmt: skip
+    assert done.status == 0 and json.loads(done.out)["steps"] == 4, done.err
     config = CodecConfig.from_folder(tmp_path / "codec")
     assert config.output_sample_rate == 48_000 and config.decoder.frame_samples == 3840
     clip = voice(0.4, 24_000, 0)

@@ -70,12 +70,10 @@ def test_the_codec_with_its_adversaries(tmp_path):
     recipe = replace(RECIPE, gan_from_step=2, gan_warmup_steps=2)
     options = {"accumulate": 2, "slices": CodecSlices()}
     plain = run(tmp_path / "plain", 6, recipe, **options)
-    ours = run(tmp_path / "ours", 6, recipe, has_graphs=True, **options)
-    run(tmp_path / "cut", 3, recipe, has_graphs=True, **options)
-    again = run(tmp_path / "cut", 6, recipe, seed=2, has_graphs=True, **options)
-    for (name, a), b, c in zip(plain.state_dict().items(), ours.state_dict().values(), again.state_dict().values()):
+    run(tmp_path / "ours", 3, recipe, has_graphs=True, **options)
+    ours = run(tmp_path / "ours", 6, recipe, seed=2, has_graphs=True, **options)
+    for (name, a), b in zip(plain.state_dict().items(), ours.state_dict().values()):
         assert torch.equal(a, b), name
-        assert torch.equal(b, c), name
 
 
 def test_out_of_memory_ends_graphs_first(tmp_path):
@@ -100,7 +98,8 @@ def test_too_many_shapes_go_on_without(tmp_path, monkeypatch):
 
     loop = toy_loop(tmp_path, FixedTask(), Ragged(), max_steps=12, has_graphs=True)
     plain = toy_loop(tmp_path / "plain", FixedTask(), Ragged(), max_steps=12)
-    assert loop.run().steps == plain.run().steps == 12
+    with pytest.warns(UserWarning, match="more than 3 shapes"):
+        assert loop.run().steps == plain.run().steps == 12
     assert loop.graphs is None
     torch.testing.assert_close(weights(plain.task), weights(loop.task))
 
