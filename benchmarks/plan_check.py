@@ -6,8 +6,9 @@
 A process for each size and format, all at once on one card: each draws its weights once and goes through its points in
 a mixed order, so that --seconds cuts off some of everything. A run makes graphs for every batch of the plan and speaks
 `--frames` frames of every row, which touches all that its length allows: pages are there from the start. Held: the most
-that the process's own allocator had reserved, and what the driver counts for it beside that (CUDA's context, kernels). Where the driver does not count by process, one process alone (--workers 1, one size and format)
-takes the card's free memory instead; several leave the context out, of the plan as well. "by" says which was done.
+that the process's own allocator had reserved, and what the driver counts for it beside that (CUDA's context, kernels).
+Where the driver does not count by process, one process alone (--workers 1, or one size and format) takes the card's
+free memory instead; several leave the context out, of the plan as well. "by" says which was done.
 """
 
 from __future__ import annotations
