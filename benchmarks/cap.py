@@ -6,7 +6,9 @@ Without --folder random checkpoints are written first (1.7B: 4.3 GB, half a minu
 `TTS.from_pretrained(memory=...)`, one row, and says 60 s of audio that does not end by itself. The cap is torch's own
 (`set_per_process_memory_fraction`), set to the case's goal before anything is loaded, so what is not kept ends in an
 error. Shown: the most that tensors took and that the allocator reserved, what the driver counts for the process with
-CUDA's context, and the plan. `--minutes 1 10` shows that ten minutes differ from one by keys and values alone.
+CUDA's context, and the plan. Where it does not count by process, a case that runs alone takes what all programs use;
+"by" says which. With --jobs cases go side by side: the allocator's figures are each process's own, times are not.
+`--minutes 1 10` shows that ten minutes differ from one by keys and values alone.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 GIB = 1 << 30
@@ -39,7 +42,7 @@ CASES = {
 FRAMES_PER_MINUTE, PROMPT_POSITIONS, KV_TOKEN_BYTES = 750, 96, 114_688
 
 
-def speak(case: str, folder: str, minutes: float, is_capped: bool) -> dict:
+def speak(case: str, folder: str, minutes: float, is_capped: bool, is_alone: bool) -> dict:
     """One case, in this process."""
     _, weights, kv, goal_gib = CASES[case]
     import torch
@@ -72,8 +75,8 @@ def speak(case: str, folder: str, minutes: float, is_capped: bool) -> dict:
             "positions": plan.layout.num_pages * plan.layout.page_tokens, "audio_s": len(speech.codes) * 0.08,
             "goal_GiB": goal_gib, "allocated_GiB": torch.cuda.max_memory_allocated(device) / GIB,
             "reserved_GiB": torch.cuda.max_memory_reserved(device) / GIB, "load_GiB": loaded_peak / GIB,
-            "process_GB": mine[0] / 1e9 if mine else float("nan"),
-            "device_GB": (total_bytes - free_bytes) / 1e9, "plan_GB": plan.total_bytes / 1e9,
+            "process_GB": (mine[0] if mine else total_bytes - free_bytes if is_alone else float("nan")) / 1e9,
+            "by": "process" if mine else "free memory" if is_alone else "nothing", "plan_GB": plan.total_bytes / 1e9,
             "load_s": loaded_s, "ms_a_frame": 1000 * took_s / max(1, len(speech.codes)),
             "kept": torch.cuda.max_memory_reserved(device) <= cap_bytes, "parts": dict(plan.parts),
         }  # fmt: skip
@@ -85,11 +88,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=CASES)
     parser.add_argument("--minutes", nargs="+", type=float, default=[1.0])
     parser.add_argument("--uncapped", action="store_true", help="measure without the cap")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--one", nargs=2, metavar=("CASE", "MINUTES"), help="in this process")
     options = parser.parse_args()
     if options.one:
         case, minutes = options.one
-        print(json.dumps(speak(case, str(Path(options.folder) / CASES[case][0]), float(minutes), not options.uncapped)))
+        size_folder, is_alone = str(Path(options.folder) / CASES[case][0]), options.jobs == 1
+        print(json.dumps(speak(case, size_folder, float(minutes), not options.uncapped, is_alone)))
         return
     folder = Path(options.folder or tempfile.mkdtemp())
     from sottovoce.random_checkpoint import write_random_checkpoint
@@ -101,19 +106,20 @@ def main() -> None:
             print(f"{size}: random checkpoint in {time.perf_counter() - start_s:.0f} s", flush=True)
     from common import print_table
 
-    rows = []
-    for case in options.cases:
-        for minutes in options.minutes:
-            command = [sys.executable, __file__, "--folder", str(folder), "--one", case, str(minutes)]
-            done = subprocess.run(
-                command + ["--uncapped"] * options.uncapped, capture_output=True, text=True, timeout=540
-            )
-            if done.returncode:
-                print(f"{case}: failed: {' | '.join(done.stderr.strip().splitlines()[-4:])}", flush=True)
-                continue
-            found = json.loads(done.stdout.splitlines()[-1])
-            print(json.dumps({"benchmark": "cap", **found}), flush=True)
-            rows.append({name: value for name, value in found.items() if name != "parts"})
+    def work(case: str, minutes: float) -> list[dict]:
+        command = [sys.executable, __file__, "--folder", str(folder), "--jobs", str(options.jobs)]
+        command += ["--one", case, str(minutes), *["--uncapped"] * options.uncapped]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
+        if done.returncode:
+            print(f"{case}: failed: {' | '.join(done.stderr.strip().splitlines()[-4:])}", flush=True)
+            return []
+        found = json.loads(done.stdout.splitlines()[-1])
+        print(json.dumps({"benchmark": "cap", **found}), flush=True)
+        return [{name: value for name, value in found.items() if name != "parts"}]
+
+    points = [(case, minutes) for case in options.cases for minutes in options.minutes]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        rows = [row for found in pool.map(lambda point: work(*point), points) for row in found]
     print_table(rows)
 
 

@@ -82,6 +82,7 @@ class Trace:
         self._parts: Mapping[str, int] = {}
         self._peak_bytes = self._num_lines = 0
         self._sampled: set[str] = set()
+        self._failed_before = _failures()
         self._lock = threading.Lock()
         self._file: TextIO | None = self.path.open("w", encoding="utf-8")
         head = {"sottovoce_trace": VERSION, "command": command, "pid": os.getpid(), "time_s": time.time()}
@@ -137,7 +138,8 @@ class Trace:
         self._has_ended.set()
         self._thread.join()
         self.sample()
-        self.event("end", **_summary())
+        failed = {name: count - self._failed_before.get(name, 0) for name, count in _failures().items()}
+        self.event("end", **_summary(), **failed)
         with self._lock:
             file, self._file = self._file, None
         if file is not None:
@@ -210,9 +212,16 @@ def _summary() -> dict[str, Any]:
         "device_bytes": cuda.mem_get_info()[1],
         "peak_bytes": stats["allocated_bytes.all.peak"],
         "peak_reserved_bytes": stats["reserved_bytes.all.peak"],
-        "num_retries": stats["num_alloc_retries"],
-        "num_ooms": stats["num_ooms"],
     }
+
+
+def _failures() -> dict[str, int]:
+    """Of the process so far."""
+    cuda = _cuda()
+    if cuda is None:
+        return {}
+    stats = cuda.memory_stats()
+    return {"num_retries": stats["num_alloc_retries"], "num_ooms": stats["num_ooms"]}
 
 
 def read_trace(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -30,15 +30,12 @@ def drill():
 @pytest.mark.parametrize("stage", ["all", "codec"])
 @pytest.mark.parametrize("share", [0.7, 0.4])
 def test_a_cap_that_comes_down_in_mid_run_loses_nobody(drill, stage, share):
+    """Other batches may round the codec's bf16 otherwise: by no more than what bf16 costs against fp64."""
     outcome = drill.run(stage, share)
     assert drill.compare(outcome) == {
-        "finished": 30, "same_codes": 30, "sound_differs_by": pytest.approx(0, abs=2e-3)
+        "finished": 30, "same_codes": 30, "sound_differs_by": pytest.approx(0, abs=drill.sound_limit)
     }  # fmt: skip
-    assert outcome.num_failures <= 16  # halves of 16 rows, 64 prompt rows and 128 stream-frames
-
-
-def test_the_caps_were_really_met(drill):
-    assert drill.run("all", 0.4).num_failures > 0
+    assert 0 < outcome.num_failures <= 16  # halves of 16 rows, 64 prompt rows and 128 stream-frames
 
 
 def taken_bytes() -> tuple[int, int]:
@@ -85,7 +82,7 @@ def test_mixed_requests_errors_and_rounds_of_loading_return_to_the_baseline(fold
                 with pytest.raises(SottovoceError, match="ZeroDivisionError"):
                     tts.generate("Some words.", voice=voice, max_frames=3)
             del engine
-            assert len(tts.generate("Some words.", voice=voice, max_frames=3).codes) == 3
+            assert len(tts.generate("Some words.", voice=voice, min_new_frames=3, max_frames=3).codes) == 3
         del tts, voice
         check_returned(before)
 

@@ -16,7 +16,9 @@ from tests.tiny import tiny_checkpoint
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 EPS = 1e-6
-SHAPES = [(4096, 2048), (2048, 6144), (1024, 2048), (3072, 1024)]
+SHAPES = [(4096, 2048), (2048, 6144), (3072, 1024)]
+# Nearly all of the time is compilation: every format at one size, every size in one format.
+CASES = [("1.7B", "int8"), ("1.7B", "int4"), ("1.7B", "fp8"), ("0.6B", "int4")]
 
 
 def make_ops(**changes):
@@ -25,9 +27,9 @@ def make_ops(**changes):
     return TritonQuantOps(tuning_for(torch.cuda.get_device_capability()), QuantTuning(**changes))
 
 
-@pytest.fixture(params=["1.7B", "0.6B"])
-def folder(request, tmp_path):
-    return tiny_checkpoint(tmp_path, "voice_design", request.param, mean_frames=30)
+@pytest.fixture
+def folder(size, tmp_path):
+    return tiny_checkpoint(tmp_path, "voice_design", size, mean_frames=30)
 
 
 @pytest.mark.parametrize("rows, width", SHAPES)
@@ -37,7 +39,7 @@ def test_published_shapes_are_exact_and_alike_in_company(name, rows, width):
     x, norm = (random(64, n, device="cuda", dtype=torch.bfloat16) for n in (width, width))
     norm, residual = norm[0].contiguous(), random(64, rows, device="cuda", dtype=torch.bfloat16)
     expected = by_hand(x, weight).to(torch.bfloat16).cuda()
-    for batch in (1, 2, 8, 16, 17, 33, 64):
+    for batch in (1, 2, 16, 17, 64):
         for ops in (make_ops(), make_ops(vector_rows=0)):
             assert torch.equal(ops.norm_linear(x[:batch], None, 0.0, weight), expected[:batch]), batch
             for operation in (
@@ -50,12 +52,12 @@ def test_published_shapes_are_exact_and_alike_in_company(name, rows, width):
     assert distance(got, twin) < 1e-2
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("size, weights", CASES)
 def test_every_bucket_gives_the_codes_of_one_alone(folder, weights):
     lab = Lab(folder, "cuda", torch.bfloat16)
     lab.network = load_network(folder, device="cuda", dtype=torch.bfloat16, weights=weights)
     alone = {index: lab.alone(index) for index in range(10)}
-    for rows in (2, 4, 8, 16, 24, 64):
+    for rows in (2, 8, 24, 64):
         engine = lab.engine(rows)
         for number in range(max(rows, 10)):
             lab.add(engine, number % 10, number)
@@ -63,7 +65,7 @@ def test_every_bucket_gives_the_codes_of_one_alone(folder, weights):
             assert end in ("stop", "length") and np.array_equal(codes, alone[number % 10]), (rows, number)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("size, weights", [("1.7B", "int8"), ("0.6B", "int4")])
 def test_float32_equals_the_reference_but_for_near_ties(folder, weights):
     """Inputs keep 15 bits, so a code may differ where two are all but equal; after that, all of its request may."""
     lab = Lab(folder, "cuda", torch.float32)
@@ -73,6 +75,7 @@ def test_float32_equals_the_reference_but_for_near_ties(folder, weights):
     assert same >= 4
 
 
+@pytest.mark.parametrize("size", ["1.7B", "0.6B"])
 def test_quantizing_on_the_card_gives_the_bytes_of_the_host(folder):
     for weights in ("int8", "int4", "fp8"):
         here, there = (load_network(folder, device=device, weights=weights).state_dict() for device in ("cuda", "cpu"))
