@@ -181,9 +181,9 @@ def audio_stage(folder: Path, layout: Layout, device: torch.device) -> AudioStag
 
     def decoder(dtype: torch.dtype) -> SlotDecoder:
         # Codebooks are quotients of statistics, which must be divided before they are rounded.
-        codec = load_codec(folder, device=device, parts=("decoder",))
+        codec = load_codec(folder, device="cpu", parts=("decoder",))  # float32: twice what stays of it
         codec.freeze_codebooks()
-        return slot_decoder(codec.decoder, layout.max_rows, dtype, MAX_CHUNK_FRAMES)
+        return slot_decoder(codec.decoder, layout.max_rows, dtype, MAX_CHUNK_FRAMES, device)
 
     in_float32: Callable[[], SlotDecoder] = lambda: decoder(torch.float32)  # noqa: E731
     return AudioStage(decoder(dtype), None if dtype == torch.float32 else in_float32)

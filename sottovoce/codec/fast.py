@@ -82,19 +82,25 @@ class SlotDecoder(ABC):
 
 
 def slot_decoder(
-    decoder: CodecDecoder, max_slots: int, dtype: torch.dtype | None = None, max_frames: int = MAX_FRAMES
+    decoder: CodecDecoder,
+    max_slots: int,
+    dtype: torch.dtype | None = None,
+    max_frames: int = MAX_FRAMES,
+    device: torch.device | None = None,
 ) -> SlotDecoder:
-    """The fastest slot decoder for where `decoder` is.
+    """The fastest slot decoder for `device`, by default where `decoder` is.
 
     Args:
-        decoder: read, not kept, if kernels take over; otherwise kept, and converted in place.
+        decoder: read, not kept, if kernels take over; otherwise kept, and converted in place. On the host it takes
+            nothing of the device while it is read.
         dtype: of weights and state, by default the decoder's. Kernels fold weights before they round them, so a decoder
             in float32 is the better source.
         max_frames: the longest chunk.
     """
-    if can_use_kernels(decoder.config, decoder.device, dtype or decoder.dtype):
-        return FastDecoder(decoder, max_slots, dtype or decoder.dtype, max_frames=max_frames)
-    return PlainSlotDecoder(decoder.to(dtype or decoder.dtype), max_slots)
+    device, dtype = device or decoder.device, dtype or decoder.dtype
+    if can_use_kernels(decoder.config, device, dtype):
+        return FastDecoder(decoder, max_slots, dtype, device=device, max_frames=max_frames)
+    return PlainSlotDecoder(decoder.to(device, dtype), max_slots)
 
 
 def can_use_kernels(config: CodecDecoderConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -227,6 +233,7 @@ class FastDecoder(SlotDecoder):
         for up, block in decoder.upsample:
             weight, up_bias = self._transposed(up)
             if not self._stages:
+                weight = weight.double()
                 weight, up_bias = weight @ linear, up_bias + weight @ bias
             up = self._conv(weight, up_bias, width=config.latent_dim, norm_eps=None if self._stages else eps)
             self._stages.append(self._stage(up, block))
@@ -240,7 +247,11 @@ class FastDecoder(SlotDecoder):
 
     def _wide(self, parameter: Tensor) -> Tensor:
         """Products of weights are formed in fp64 and rounded once."""
-        return parameter.detach().to(self._device, torch.float64)
+        return self._here(parameter).to(torch.float64)
+
+    def _here(self, parameter: Tensor) -> Tensor:
+        """As it is, for weights that only change their order: the largest ones."""
+        return parameter.detach().to(self._device)
 
     def _put(self, weight: Tensor) -> Tensor:
         return weight.detach().to(self._device, self._dtype).contiguous()
@@ -270,15 +281,15 @@ class FastDecoder(SlotDecoder):
 
     def _causal(self, layer: CausalConv1d, snake: Snake | None) -> Conv:
         conv = layer.conv
-        weight = self._wide(conv.weight).transpose(1, 2).flatten(1)
+        weight = self._here(conv.weight).transpose(1, 2).flatten(1)
         taps, dilation = conv.kernel_size[0], conv.dilation[0]
         return self._conv(weight, self._wide(conv.bias), taps=taps, dilation=dilation, snake=snake)
 
     def _transposed(self, layer: CausalConvTranspose1d) -> tuple[Tensor, Tensor]:
         """[stride * N, taps * C] and [stride * N]: output t * stride + r sees x[t] by tap r, x[t - 1] by r + stride."""
         stride = layer.conv.stride[0]
-        weight = self._wide(layer.conv.weight).unflatten(2, (-1, stride)).flip(2)  # [C, N, taps, stride]
-        return weight.permute(3, 1, 2, 0).flatten(2).flatten(0, 1), self._wide(layer.conv.bias).repeat(stride)
+        weight = self._here(layer.conv.weight).unflatten(2, (-1, stride)).flip(2)  # [C, N, taps, stride]
+        return weight.permute(3, 1, 2, 0).flatten(2).flatten(0, 1), self._here(layer.conv.bias).repeat(stride)
 
     def _layer(self, layer: TransformerLayer, keys: Tensor, values: Tensor) -> _Layer:
         attention, mlp, wide = layer.self_attn, layer.mlp, self._wide

@@ -88,9 +88,7 @@ class Variant:
         """First tiles of what is multiplied at a time, of `tiles` with K columns (group_of in linear.cuh)."""
         group, least = tiles, 2 - tiles % 2
         if self.octets <= 2 and self.octets * columns <= 16 * 256:
-            while group > least and (
-                tiles % group or (tiles - group) % 2 or group * columns // 512 > self.unrolled
-            ):
+            while group > least and (tiles % group or (tiles - group) % 2 or group * columns // 512 > self.unrolled):
                 group -= 1
         return range(0, tiles, group)
 
@@ -147,7 +145,11 @@ class Variant:
             return gate + sum(len(self.pieces(tiles, columns)) for tiles, columns in sums)
 
         passes = (self.codebooks + 1) * self.small_layers * layer(self.small_width, self.small_inner)
-        heads = (self.vocab, self.width), (self.small_width, self.width), *((self.codes, self.small_width),) * self.codebooks
+        heads = (
+            (self.vocab, self.width),
+            (self.small_width, self.width),
+            *((self.codes, self.small_width),) * self.codebooks,
+        )
         ends = sum(len(self.pieces(self.share(rows), columns)) for rows, columns in heads)
         return self.layers * layer(self.width, self.inner) + passes + ends
 
@@ -167,8 +169,9 @@ class FrameKernel:
         self.talker, self.predictor = talker, predictor
         self.small_layers = [predictor.layer(i) for i in range(len(predictor.qkv))]
         self.device = talker.head.device
-        self.unrolled = 1 << 16
         self.formats = _format("talker", talker.layers), _format("predictor", self.small_layers)
+        # Widened weights take twice the code; measured on an H200.
+        self.unrolled = 16 if self.formats == ("none", "none") else 8
         self._check()
         self._counters = torch.zeros(64 + MAX_BATCH * _KV_HEADS, dtype=torch.int32, device=self.device)
         self._norms = self._norm_tables()
@@ -333,7 +336,9 @@ class FrameKernel:
                 parts = [part // 2 for part in v.pieces(group, w.gate_up.shape[1])]
                 tiles, last = v.pieces(group, w.gate_up.shape[1]).step, (inner - 4 * group) // 8
                 for first in range(0, pairs, group // 2):
-                    pieces.extend(_piece(v, w.gate_up, tiles, pairs, first + part, last + part, inner) for part in parts)
+                    pieces.extend(
+                        _piece(v, w.gate_up, tiles, pairs, first + part, last + part, inner) for part in parts
+                    )
                 add(w.down)
 
             for w in t.layers:
