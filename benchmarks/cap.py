@@ -23,8 +23,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from sottovoce.memory.allocator import prepare
+from sottovoce.memory.footprint import CONTEXT_BYTES
+
 GIB = 1 << 30
-CONTEXT_BYTES = GIB // 2  # the plan's estimate; the cap is on what the allocator may have, the plan's memory on all
 SIZES = {"1.7B": "1.7B-VoiceDesign", "0.6B": "0.6B-CustomVoice"}
 # size, weights, keys and values, GiB that the allocator may reserve
 CASES = {
@@ -45,6 +47,7 @@ FRAMES_PER_MINUTE, PROMPT_POSITIONS, KV_TOKEN_BYTES = 750, 96, 114_688
 def speak(case: str, folder: str, minutes: float, is_capped: bool, is_alone: bool) -> dict:
     """One case, in this process."""
     _, weights, kv, goal_gib = CASES[case]
+    prepare()  # as the command line does
     import torch
 
     from sottovoce import TTS
@@ -57,6 +60,7 @@ def speak(case: str, folder: str, minutes: float, is_capped: bool, is_alone: boo
     if is_capped:
         torch.cuda.set_per_process_memory_fraction(cap_bytes / total_bytes, device)
     start_s = time.perf_counter()
+    # The cap is on what the allocator may have, a plan's memory on all.
     wish = {"weights": weights, "kv": kv, "max_rows": 1 if weights else None, "memory": cap_bytes + CONTEXT_BYTES}
     with TTS.from_pretrained(folder, device="cuda:0", on_notice=lambda _: None, **wish) as tts:
         loaded_s, loaded_peak = time.perf_counter() - start_s, torch.cuda.max_memory_reserved(device)

@@ -39,6 +39,7 @@ from sottovoce.engine.engine import Engine
 from sottovoce.engine.parts import Parts
 from sottovoce.formats import parse_formats
 from sottovoce.kernels import select
+from sottovoce.memory.allocator import prepare
 from sottovoce.memory.footprint import CUBLAS_SETTING, footprint
 from sottovoce.memory.nvidia import read_cards
 from sottovoce.memory.plan import PAGE_TOKENS, Plan, make_plan
@@ -144,6 +145,7 @@ def check(point: tuple, network: Network, frames: int, kv: str, device: torch.de
 def work(options: argparse.Namespace) -> None:
     """All points of one size and format, in this process: a line of JSON each."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_SETTING)  # as `assembly` does
+    prepare()  # as the command line does
     device, end_s = torch.device("cuda", 0), time.perf_counter() + options.seconds
     size, formats = options.one
     points = list(itertools.product([size], [formats], options.tasks, options.lengths, options.batches))

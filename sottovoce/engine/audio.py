@@ -314,6 +314,7 @@ class AudioStage:
         self._pending.clear()
         self.launcher.synchronize()
         self.decoder, self._in_float32 = self._guard.again(self._in_float32), None
+        self.launcher.catch_up()
         self.launcher.forget()  # graphs of the old one keep it alive
         self._free = list(range(self.decoder.max_slots))[::-1]
         self._voices.clear()

@@ -130,6 +130,7 @@ class Engine:
         self._num_ended = 0
         self._may_launch = True  # not yet known that only time, a commit or a new request can give work
         self._parts: Parts | None = None
+        self.runner.launcher.catch_up()  # with weights, tables and the codec
         self._trace = trace.current()
         if self._trace is not None:
             self._trace.tell_parts(self.bytes_by_part)

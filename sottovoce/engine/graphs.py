@@ -56,6 +56,11 @@ class Launcher:
         """Within it, work goes to this launcher's stream."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    def catch_up(self) -> None:
+        """Waits for all that any stream of the device has begun: what was made there may be used here."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)
+
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
@@ -93,6 +98,7 @@ class Launcher:
     def _capture(self, work: Callable[..., Tensor], static: tuple[Tensor, ...]) -> _Captured:
         work(*static)  # compiles kernels and fills caches, which a capture must not do
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # what that took: the graph has its own
         graph = torch.cuda.CUDAGraph()
         # Only this thread must keep from what a capture forbids: others make voices, or look at memory, meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
