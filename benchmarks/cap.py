@@ -28,15 +28,14 @@ from sottovoce.memory.footprint import CONTEXT_BYTES
 
 GIB = 1 << 30
 SIZES = {"1.7B": "1.7B-VoiceDesign", "0.6B": "0.6B-CustomVoice"}
-# size, weights, keys and values, GiB that the allocator may reserve
+# size, weights, keys and values (None: as the plan decides), GiB that the allocator may reserve
 CASES = {
     "1.7B-bf16": ("1.7B", "none", "full", 3.6),
     "1.7B-int8": ("1.7B", "int8", "full", 2.2),
-    "1.7B-int4": ("1.7B", "int4", "full", 1.5),
-    "1.7B-int4-kv8": ("1.7B", "int4", "fp8", 1.5),
+    "1.7B-int4": ("1.7B", "int4", None, 1.5),
     "0.6B-bf16": ("0.6B", "none", "full", 1.9),
     "0.6B-int8": ("0.6B", "int8", "full", 1.2),
-    "0.6B-int4": ("0.6B", "int4", "full", 0.9),
+    "0.6B-int4": ("0.6B", "int4", None, 0.9),
     "8GB": ("1.7B", None, None, 8e9 / GIB - 0.5),
     "6GB": ("1.7B", None, None, 6e9 / GIB - 0.5),
     "4GB": ("1.7B", None, None, 4e9 / GIB - 0.5),
@@ -56,7 +55,7 @@ def speak(case: str, folder: str, minutes: float, is_capped: bool, is_alone: boo
     device, frames = torch.device("cuda", 0), round(minutes * FRAMES_PER_MINUTE)
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     longer_tokens = max(0, -(-(frames + PROMPT_POSITIONS) // 1024) * 1024 - 1024)
-    cap_bytes = int(goal_gib * GIB) + longer_tokens * (KV_TOKEN_BYTES >> (kv == "fp8"))
+    cap_bytes = int(goal_gib * GIB) + longer_tokens * (KV_TOKEN_BYTES >> (kv is None))
     if is_capped:
         torch.cuda.set_per_process_memory_fraction(cap_bytes / total_bytes, device)
     start_s = time.perf_counter()

@@ -1,6 +1,6 @@
 """How a training of the talker scales over the GPUs of one machine, repeated (DDP) and sharded (FSDP2).
 
-    timeout 150 torchrun --nproc-per-node 2 benchmarks/train_scale.py [--clips 8] [--seconds 30]
+    timeout 150 torchrun --nproc-per-node 2 benchmarks/train_scale.py [--clips 24] [--seconds 30]
 
 Every process works on a batch of its own. "alone" is the same step without the others, on all GPUs at the same time:
 what is missing from the full scale is the cost of adding up gradients. Random weights at full size, drawn on the
@@ -72,9 +72,9 @@ def measure(mode: str, ranks: Ranks, arguments: argparse.Namespace, folder: Path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="1.7B", choices=["1.7B", "0.6B"])
-    parser.add_argument("--clips", type=int, default=8)
+    parser.add_argument("--clips", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=30)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     arguments = parser.parse_args()
     ranks, rows = Ranks.join("cuda"), []

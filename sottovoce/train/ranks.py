@@ -7,12 +7,16 @@ may cut its micro-batches as its memory asks, and nobody has to agree on their n
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+BUCKET_BYTES = 64 << 20  # of gradients that are added up in one operation
+MAX_ON_THEIR_WAY = 3  # buckets
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,20 @@ class Ranks:
         return dict(zip(names, total.tolist(), strict=True))
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replaces each gradient by its sum over all processes. Sharded ones were added up on the way."""
+        """Replaces each gradient by its sum over all processes. Sharded ones were added up on the way.
+
+        They travel in buckets: hundreds of small sums would take longer to begin than to send.
+        """
         if self.world == 1 or self.is_sharded:
             return
-        works = []
-        for parameter in parameters:
-            if parameter.grad is None:  # every process must take part
-                parameter.grad = torch.zeros_like(parameter)
-            works.append(dist.all_reduce(parameter.grad, async_op=True))
-        for work in works:
-            work.wait()
+        on_their_way: deque[tuple[Tensor, list[Tensor], dist.Work]] = deque()
+        for gradients in _buckets(parameters):
+            if len(on_their_way) == MAX_ON_THEIR_WAY:
+                _put_back(*on_their_way.popleft())
+            flat = torch.cat([gradient.view(-1) for gradient in gradients]) if len(gradients) > 1 else gradients[0]
+            on_their_way.append((flat, gradients, dist.all_reduce(flat, async_op=True)))
+        while on_their_way:
+            _put_back(*on_their_way.popleft())
 
     def share_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Gives every process the first one's values, so that all begin alike."""
@@ -75,6 +83,30 @@ class Ranks:
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Gradients of one dtype, in order, of `BUCKET_BYTES` or one alone. Every process must take part with all."""
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad = parameter.grad.contiguous()
+        if bucket and (size + gradient.nbytes > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+def _put_back(flat: Tensor, gradients: list[Tensor], work: dist.Work) -> None:
+    work.wait()
+    if len(gradients) > 1:
+        pieces = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_([gradient.view(-1) for gradient in gradients], list(pieces))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def test_unloading_during_a_job_drains_it_and_returns_to_the_baseline(folder):
         engine = tts._driver.engine
         work = {"voice": voice, "min_new_frames": 60, "max_frames": 60}
         job = Thread(lambda tts=tts, work=work: tts.batch(["One.", "Two.", "Three."], **work))
-        until(lambda engine=engine: engine._active)
+        until(lambda engine=engine: len(engine._active) == 3)
         del engine
         tts.close()
         assert torch.cuda.memory_allocated() <= before[0]
