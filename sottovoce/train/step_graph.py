@@ -9,7 +9,8 @@ Knows no loop and no optimizer. What cannot be captured goes on as usual, and `r
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -62,6 +63,7 @@ class StepGraphs:
         self._kinds: dict[Hashable, _Kind] = {}
         self._phase: Hashable = None
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start_step(self) -> None:
         """Gradients begin at zero."""
@@ -77,23 +79,41 @@ class StepGraphs:
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
         kind = self._kinds.setdefault((tuple(weights), shapes), _Kind())
         kind.num_runs += 1
-        if kind.num_runs > WARM_RUNS and kind.inputs is None and self.reason is None:
-            self._capture(kind, inputs, tuple(weights))
-        if kind.inputs is None:
-            on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
-            names, sums = self._work(kind, on_device, tuple(weights))
-        else:
-            for name, tensor in inputs.items():
-                kind.inputs[name].copy_(tensor, non_blocking=True)
-            if kind.graph is None:
-                kind.names, kind.sums = self._work(kind, kind.inputs, tuple(weights))
-            else:
-                kind.graph.replay()
-            assert kind.sums is not None
-            names, sums = kind.names, kind.sums.clone()  # the next batch overwrites them
+        with self._beside():
+            names, sums = self._run(kind, inputs, tuple(weights))
         for index in kind.used:
             self.parameters[index].grad = self._gradients[index]
         return dict(zip(names, sums.unbind(), strict=True))
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Within it, work goes to the stream of captures: autograd's nodes for parameters may outlive a run, and in a
+        capture they must not belong to another stream."""
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def _run(
+        self, kind: _Kind, inputs: Mapping[str, Tensor], weighted: tuple[str, ...]
+    ) -> tuple[tuple[str, ...], Tensor]:
+        if kind.num_runs > WARM_RUNS and kind.inputs is None and self.reason is None:
+            self._capture(kind, inputs, weighted)
+        if kind.inputs is None:
+            on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
+            return self._work(kind, on_device, weighted)
+        for name, tensor in inputs.items():
+            kind.inputs[name].copy_(tensor, non_blocking=True)
+        if kind.graph is None:
+            kind.names, kind.sums = self._work(kind, kind.inputs, weighted)
+        else:
+            kind.graph.replay()
+        assert kind.sums is not None
+        return kind.names, kind.sums.clone()  # the next batch overwrites them
 
     def _forget(self) -> None:
         """Graphs of a phase that is over, and their memory."""
@@ -134,12 +154,12 @@ class StepGraphs:
             return
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # what the first runs took, the graph takes in its own pool
-        held, stream = torch.cuda.memory_reserved(self.device), torch.cuda.current_stream(self.device)
+        held, stream = torch.cuda.memory_reserved(self.device), self._stream
         generator = torch.cuda.default_generators[stream.device.index]
         state, graph = generator.clone_state(), torch.cuda.CUDAGraph()
         try:
             # Only this thread must keep from what a capture forbids: another makes the next batch meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 kind.names, kind.sums = self._work(kind, static, weighted)
         except BaseException as error:
             torch.cuda.set_stream(stream)  # a capture that breaks leaves its own stream and generator behind
@@ -148,6 +168,8 @@ class StepGraphs:
                 raise
             first = error.__context__ or error  # the end of a broken capture fails too
             self.reason = f"a step cannot be captured: {type(first).__name__} {str(first).partition(chr(10))[0]}"
+            del graph
+            self._forget()  # with what it had taken by then
             return
         kind.inputs, kind.graph = static, graph
         self.num_bytes += torch.cuda.memory_reserved(self.device) - held
