@@ -6,7 +6,7 @@ The only file with static buffers. On a CPU everything here is a plain call. Kno
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,9 +52,18 @@ class Launcher:
             self._counted = len(self._captured), num_bytes
         return num_bytes
 
-    def here(self) -> contextlib.AbstractContextManager:
-        """Within it, work goes to this launcher's stream."""
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Within it, work goes to this launcher's stream.
+
+        Its device is made the current one first: leaving a stream goes back to the current device as it was, and that
+        makes a context there if there was none.
+        """
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
 
     def catch_up(self) -> None:
         """Waits for all that any stream of the device has begun: what was made there may be used here."""
