@@ -60,6 +60,7 @@ class Trainer:
         s = self.settings
         common = ["--model", self._path("codec_start"), "--new", "--batch", s.codec_rows, "--seconds", s.codec_s]
         common += ["--learning-rate", s.codec_rate, "--preview-every", NEVER, "--state-bits", 32]
+        common += ["--graphs"] if (self.device or "").startswith("cuda") else []
         gan = ["--gan-width", s.gan_width, "--gan-seconds", s.gan_s]
         trial = ["codec", *common, "--data", self._first_clips(TRIAL_CLIPS)]
         if s.gan_share is not None:

@@ -45,13 +45,8 @@ def train_codec(
     state_bits: Annotated[int, flag("--state-bits", help="Of the optimizer's moments: 32 or 8. Default: 8.")] = 8,
     fused: Annotated[bool, flag("--fused", help="Update weights within the backward pass: least memory.")] = False,
     graphs: Annotated[
-        bool | None,
-        flag(
-            "--graphs/--no-graphs",
-            help="Replay steps as CUDA graphs: small models are bound by launches. Default: on a GPU, where clips are "
-            "not cut.",
-        ),
-    ] = None,
+        bool, flag("--graphs", help="Replay steps as CUDA graphs, for small models and clips that are not cut.")
+    ] = False,
     dtype: Annotated[
         str, flag("--dtype", help="Of the decoder's convolutions: float32 or bfloat16. Default: float32.")
     ] = "float32",

@@ -54,7 +54,7 @@ def train_codec(
     is_new: bool = False,
     memory_bytes: int | None = None,
     slices: CodecSlices | None = None,
-    has_graphs: bool | None = None,
+    has_graphs: bool = False,
     device: str | torch.device = "cpu",
     sink: Sink | None = None,
     is_quiet: bool = False,
@@ -72,8 +72,7 @@ def train_codec(
         is_new: only the shapes of `base`; the recipe's extent should be "all".
         memory_bytes: that a step may use, weights and optimizer included; by default what is free on a GPU.
         slices: how to cut, instead of what fits into that.
-        has_graphs: replay steps as CUDA graphs, instead of `loop`'s. By default on a CUDA device, where one process
-            trains whole clips and the optimizer is not fused.
+        has_graphs: replay whole steps as CUDA graphs, for small models whose clips are not cut; or as `loop` says.
 
     Raises InputError, CheckpointError or OutOfMemoryError.
     """
@@ -102,11 +101,9 @@ def train_codec(
         length = piece_samples(piece_frames, codec.config.output_sample_rate) + 2 * losses.options.margin
         losses.piece_samples = max(losses.piece_samples, min(rows * length, spare_bytes // SAMPLE_BYTES))
     is_whole = all(cut is None for cut in (task.slices.latents, task.slices.samples))
-    if has_graphs is None:
-        has_graphs = ranks.device.type == "cuda" and ranks.world == 1 and is_whole and not loop.is_fused
     if ranks.device.type == "cuda" and not is_whole:
         task.graphs = SliceGraphs(ranks.device)
-    loop = replace(loop, has_graphs=has_graphs)
+    loop = replace(loop, has_graphs=has_graphs or loop.has_graphs)
     about = {"base": codec_digest(base), "recipe": asdict(recipe), "rows": rows, "piece_frames": piece_frames}
     about |= {"sample_rate": codec.config.output_sample_rate, "is_new": is_new, "audio_s": round(recordings.total_s, 3)}
     validation = whole_batches(recordings, validate_on, MAX_VALIDATION_S, rows * piece_s) if len(validate_on) else []
