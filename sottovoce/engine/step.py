@@ -25,7 +25,7 @@ from sottovoce.engine.tables import (
     BatchNumbers,
     SlotTables,
 )
-from sottovoce.kernels.cuda_frame import Unsupported
+from sottovoce.kernels.cuda_build import Unsupported
 from sottovoce.kernels.predictor import predict, predictor_inputs
 from sottovoce.kernels.quantized import QuantWeight
 from sottovoce.kernels.tables import Embed, LayerWeights, Limits, PredictorWeights, SampleRows

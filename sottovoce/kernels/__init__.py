@@ -27,7 +27,7 @@ class Ops:
     """One implementation of each operation, with the signatures of `torch_ops`; `backend` and `reason` for people.
 
     `frame`: what computes whole frames, where something does so faster than operation by operation. It may turn out,
-    when it is made or first used, that it cannot for these shapes (`cuda_frame.Unsupported`).
+    when it is made or first used, that it cannot for these shapes (`cuda_build.Unsupported`).
     """
 
     rms_norm: Callable

@@ -17,7 +17,7 @@ from sottovoce.kernels.tables import LayerWeights, Limits, PredictorWeights, Sam
 class BatchFrame:
     """The networks of a frame on a GPU. Arguments as of `RowFrame`, in bfloat16; weights of layers may be quantized.
 
-    Raises cuda_frame.Unsupported where the kernel is not made for the shapes, the dtypes or the card, here or at the
+    Raises cuda_build.Unsupported where the kernel is not made for the shapes, the dtypes or the card, here or at the
     first frame, when it is compiled.
     """
 

@@ -1,39 +1,32 @@
 """A whole frame in one launch: the CUDA kernel of `cuda/`, compiled at run time, behind a function of tensors.
 
-Builds the kernel for a model's widths and a card (NVRTC, which CUDA builds of torch bring along), keeps the result in
-the user's cache folder, lays out the stream of weights and launches. What a frame means is said by `torch_ops` and
-`predictor`; knows nothing of requests, slots or graphs, but a graph may capture a launch.
+Chooses the build for a model's widths and a card (`cuda_build` makes it), lays out the stream of weights and launches.
+What a frame means is said by `torch_ops` and `predictor`; knows nothing of requests, slots or graphs, but a graph may
+capture a launch.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from sottovoce.kernels.cuda_build import Unsupported, build, launch, open_kernel
 from sottovoce.kernels.quantized import GROUP, QuantWeight
 from sottovoce.kernels.tables import LayerWeights, Limits, PredictorWeights, SampleRows, TalkerWeights
 
-MAX_BATCH = 64
+MAX_BATCH, THREADS = 64, 256  # threads of a block
 CHUNK = 512  # positions of one block's share of a long row (attention.cuh)
 _HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
 _FORMATS = "none", "int8", "int4", "fp8"  # by the number that they have in widen.cuh
 _MATRICES = "qkv", "out", "gate_up", "down"
 _HEADERS = "base.cuh", "widen.cuh", "linear_staged.cuh", "linear.cuh", "attention.cuh", "sample.cuh"
 _SOURCES = (*_HEADERS, "frame.cu")
-
-
-class Unsupported(RuntimeError):
-    """The kernel cannot run here; the message says why. The other kernels can."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +246,7 @@ class FrameKernel:
         limited = [limits.seen, limits.slots, limits.penalty, limits.banned, limits.min_frames, limits.eos]
         numbers = [count, batch, k_cache.stride(0), block_table.shape[1], max_chunks]
         values = [*pointers, *rows, *limited, *numbers, log]
-        _launch(kernel, variant.grid, shared_bytes, [_address(v) for v in values])
+        launch(kernel, variant.grid, THREADS, shared_bytes, [_address(v) for v in values])
 
     def variant(self, batch: int, page: int, is_profiled: bool = False) -> Variant:
         """The build for this many rows."""
@@ -396,31 +389,10 @@ def _address(value: Tensor | int | None) -> int:
     return value or 0
 
 
-def _launch(kernel: int, grid: int, shared_bytes: int, values: list[int]) -> None:
-    driver = _driver()
-    buffer = struct.pack(f"<{len(values)}q", *values)
-    block = ctypes.create_string_buffer(buffer, len(buffer))
-    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(block))
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    sizes = (ctypes.c_uint(v) for v in (grid, 1, 1, 256, 1, 1, shared_bytes))
-    _raise(driver, driver.cuLaunchCooperativeKernel(ctypes.c_void_p(kernel), *sizes, stream, parameters))
-
-
 @cache
 def load(variant: Variant, device: torch.device) -> tuple[int, int]:
     """(function handle, bytes of shared memory) of a build on `device`; compiles it if no cache folder has it."""
-    image = compiled(variant, torch.cuda.get_device_capability(device))
-    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    pointer, size, shared = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_uint()
-    with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # makes the context current
-        _raise(driver, driver.cuModuleLoadData(ctypes.byref(module), image))
-        _raise(driver, driver.cuModuleGetFunction(ctypes.byref(function), module, b"frame"))
-        name = b"shared_bytes"
-        _raise(driver, driver.cuModuleGetGlobal_v2(ctypes.byref(pointer), ctypes.byref(size), module, name))
-        _raise(driver, driver.cuMemcpyDtoH_v2(ctypes.byref(shared), pointer, ctypes.c_size_t(4)))
-        _raise(driver, driver.cuFuncSetAttribute(function, 8, shared.value))  # MAX_DYNAMIC_SHARED_SIZE_BYTES
-    return function.value, shared.value
+    return open_kernel(compiled(variant, torch.cuda.get_device_capability(device)), "frame", device)
 
 
 def compiled(variant: Variant, capability: tuple[int, int]) -> bytes:
@@ -429,74 +401,4 @@ def compiled(variant: Variant, capability: tuple[int, int]) -> bytes:
     sources = {name: (folder / name).read_text() for name in _SOURCES}
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in variant.defines().items()]
-    key = hashlib.sha256(repr((sources, options, torch.version.cuda)).encode()).hexdigest()[:24]
-    place = _cache_folder() / f"frame-{key}.cubin"
-    if place.exists():
-        return place.read_bytes()
-    image = _compile(sources, options)
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part = place.with_suffix(f".{os.getpid()}")
-        part.write_bytes(image)
-        part.replace(place)
-    except OSError:  # a folder that cannot be written costs a compilation each start
-        pass
-    return image
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sottovoce"
-
-
-def _compile(sources: dict[str, str], options: list[str]) -> bytes:
-    library, program = _nvrtc(), ctypes.c_void_p()
-    *headers, main = sources
-    texts = (ctypes.c_char_p * len(headers))(*(sources[n].encode() for n in headers))
-    names = (ctypes.c_char_p * len(headers))(*(n.encode() for n in headers))
-
-    def check(code: int) -> None:
-        if code:
-            library.nvrtcGetErrorString.restype = ctypes.c_char_p
-            raise Unsupported(f"NVRTC: {library.nvrtcGetErrorString(code).decode()}{log()}")
-
-    def log() -> str:
-        size = ctypes.c_size_t()
-        if not program or library.nvrtcGetProgramLogSize(program, ctypes.byref(size)):
-            return ""
-        text = ctypes.create_string_buffer(size.value)
-        library.nvrtcGetProgramLog(program, text)
-        return "\n" + text.value.decode()[:4000]
-
-    source = sources[main].encode()
-    check(library.nvrtcCreateProgram(ctypes.byref(program), source, main.encode(), len(headers), texts, names))
-    arguments = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
-    check(library.nvrtcCompileProgram(program, len(options), arguments))
-    size = ctypes.c_size_t()
-    check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
-    image = ctypes.create_string_buffer(size.value)
-    check(library.nvrtcGetCUBIN(program, image))
-    library.nvrtcDestroyProgram(ctypes.byref(program))
-    return image.raw
-
-
-@cache
-def _nvrtc() -> ctypes.CDLL:
-    major = (torch.version.cuda or "0").split(".")[0]
-    for name in (f"libnvrtc.so.{major}", "libnvrtc.so", f"nvrtc64_{major}0_0.dll"):
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    raise Unsupported("NVRTC was not found; CUDA builds of torch bring it along: pip install nvidia-cuda-nvrtc")
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-
-
-def _raise(driver: ctypes.CDLL, code: int) -> None:
-    if code:
-        text = ctypes.c_char_p()
-        driver.cuGetErrorString(code, ctypes.byref(text))
-        raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()}")
+    return build("frame", sources, options)

@@ -9,7 +9,7 @@ import torch
 from sottovoce.engine.engine import Engine
 from sottovoce.engine.request import Capacity
 from sottovoce.kernels import batch_frame, select
-from sottovoce.kernels.cuda_frame import Unsupported
+from sottovoce.kernels.cuda_build import Unsupported
 from tests.engine.test_engine import collect, make_lab
 
 DTYPES = {

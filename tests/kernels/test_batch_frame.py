@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sottovoce.kernels.batch_frame import BatchFrame
-from sottovoce.kernels.cuda_frame import Unsupported
+from sottovoce.kernels.cuda_build import Unsupported
 from sottovoce.kernels.quantized import QuantWeight
 from sottovoce.kernels.tables import LayerWeights, PredictorWeights
 from tests.quant.common import quantized, random
