@@ -1,6 +1,5 @@
 """Stages 3 and 5: what training begins with. Folders in the official layout, whose random values training forgets:
-first for the codec, then, when that is trained, for the talker, with the text tokenizer, the speakers and the codec in
-16 bits.
+first for the codec, then, when that is trained, for the talker, with the text tokenizer, the speakers and the codec.
 
 Knows neither sound nor training.
 """
@@ -42,7 +41,6 @@ def write_start(folder: Path, settings: Settings, sentences: Path, codec: Path |
     if codec is not None:
         shutil.rmtree(folder / CODEC_FOLDER)
         shutil.copytree(codec, folder / CODEC_FOLDER)
-        halve_codec(folder / CODEC_FOLDER)
     return folder
 
 

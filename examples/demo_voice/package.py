@@ -67,11 +67,12 @@ def write_curves(work: Path) -> dict[str, dict[str, str]]:
 
 def card(work: Path, settings: Settings, last: dict[str, dict[str, str]]) -> str:
     """README.md of the model: what it is, where it comes from, what it cannot do."""
-    clips = [json.loads(line) for line in (work / "speech" / "clips.jsonl").read_text("utf-8").splitlines()]
-    languages = Counter(clip["language"] for clip in clips)
+    lines = [json.loads(line) for line in (work / "sentences.jsonl").read_text("utf-8").splitlines()]
+    languages = Counter(line["language"] for line in lines)
     made = json.loads((work / "set" / "manifest.json").read_text())
     facts: dict[str, Any] = {
-        "clips": len(clips), "by language": ", ".join(f"{name} {count}" for name, count in languages.most_common()),
+        "clips": made["num_clips"],
+        "by language": ", ".join(f"{name} {count}" for name, count in languages.most_common()),
         "hours": f"{made['audio_s'] / 3600:.2f}", "codec steps": last["codec-train"]["step"],
         "talker steps": last["talker-train"]["step"], "codec, last validation": _losses(last["codec-validation"]),
         "talker, last validation": _losses(last["talker-validation"]), "made with": f"sottovoce {__version__}",
@@ -97,13 +98,13 @@ def card(work: Path, settings: Settings, last: dict[str, dict[str, str]]) -> str
     )  # fmt: skip
 
 
-def split(paths: Sequence[Path], target: Path, part_bytes: int) -> list[Path]:
-    """Files and folders (side by side in one folder) as `target`/part-00, part-01, ... of at most so many bytes."""
+def split(folder: Path, names: Sequence[str], target: Path, part_bytes: int) -> list[Path]:
+    """Files and folders of `folder` as `target`/part-00, part-01, ... of at most so many bytes."""
     target.mkdir(parents=True, exist_ok=True)
     whole = target / "whole.tar"
-    with tarfile.open(whole, "w") as tar:
-        for path in paths:
-            tar.add(path, path.name)
+    with tarfile.open(whole, "w:gz", compresslevel=6) as tar:
+        for name in names:
+            tar.add(folder / name, name)
     parts = []
     with whole.open("rb") as file:
         while data := file.read(part_bytes):

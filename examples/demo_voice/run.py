@@ -12,26 +12,30 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from checkpoints import write_start
 from kit import find_kit
 from package import join, package, split, write_curves
 from sentences import write_sentences
 from settings import SETTINGS, Settings
-from speak import speak_all
-from training import Clock, Trainer
+from speak import speak_all, speak_beside
+from training import SOME, Clock, Trainer
 
 AGAIN = 3
 PART_BYTES = 15 << 20
-# What a stage leaves; with one of these there, it is not done again. (A codec that was carried here lies in `start`.)
+MANY_CORES = 8
+# What a stage leaves; with one of these there, it is not done again. (What was carried here lacks earlier stages'.)
 RESULTS = {
-    "sentences": ("sentences.jsonl",), "unseen": ("unseen/clips.jsonl",), "speech": ("speech/clips.jsonl",),
-    "codec_start": ("codec_start", "start"), "codec": ("codec/codec", "start"), "start": ("start",),
+    "sentences": ("sentences.jsonl",), "unseen": ("unseen/clips.jsonl", "set/manifest.json"),
+    "some_speech": ("speech/some.jsonl", "codec/codec"), "codec_start": ("codec_start", "codec/codec"),
+    "codec": ("codec/codec",), "start": ("start",), "speech": ("speech/clips.jsonl", "set/manifest.json"),
     "set": ("set/manifest.json",), "talker": ("talker/model", "model"), "model": ("model",),
 }  # fmt: skip
 
@@ -43,8 +47,8 @@ class Recipe:
         self.work, self.settings, self.clock, self.archive = work, settings, clock, kit
         self.trainer = Trainer(work, settings, clock, device)
         self.stages: dict[str, Callable[[], bool]] = {
-            "sentences": self.sentences, "unseen": self.unseen, "speech": self.speech,
-            "codec_start": self.codec_start, "codec": self.trainer.codec, "start": self.start,
+            "sentences": self.sentences, "unseen": self.unseen, "some_speech": self.some_speech,
+            "codec_start": self.codec_start, "codec": self.codec, "start": self.start, "speech": self.speech,
             "set": self.trainer.prepare, "talker": self.trainer.talker, "model": self.model,
         }  # fmt: skip
 
@@ -56,12 +60,38 @@ class Recipe:
     def unseen(self) -> bool:
         return self._speak("unseen", "unseen")
 
+    def some_speech(self) -> bool:
+        """As much as the codec is trained on, so that it need not wait for the rest."""
+        count = sum(1 for _ in (self.work / "sentences.jsonl").open())
+        share = min(1.0, self.settings.codec_hours / self.settings.hours)
+        return self._speak("sentences", "speech", count=round(share * count), listing=SOME)
+
     def speech(self) -> bool:
         return self._speak("sentences", "speech")
 
-    def _speak(self, source: str, folder: str) -> bool:
-        kit, deadline = find_kit(self.archive, self.work / "kit"), time.monotonic() + self.clock.left_s
-        return speak_all(self.work / f"{source}.jsonl", self.work / folder, kit, deadline=deadline)
+    def _speak(self, source: str, folder: str, **options: Any) -> bool:
+        sentences, kit = self.work / f"{source}.jsonl", find_kit(self.archive, self.work / "kit")
+        return speak_all(sentences, self.work / folder, kit, deadline=self._deadline(), **options)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.clock.left_s
+
+    def codec(self) -> bool:
+        """Where there are cores to spare, the rest of the sentences is spoken meanwhile."""
+        cores = os.cpu_count() or 1
+        if cores < MANY_CORES:
+            return self.trainer.codec()
+        kit = find_kit(self.archive, self.work / "kit")
+        beside = speak_beside(
+            self.work / "sentences.jsonl", self.work / "speech", kit, cores - MANY_CORES // 2, self._deadline()
+        )
+        try:
+            return self.trainer.codec()
+        except BaseException:
+            os.killpg(beside.pid, signal.SIGTERM)
+            raise
+        finally:
+            beside.join()
 
     def codec_start(self) -> bool:
         write_start(self.work / "codec_start", self.settings, self.work / "sentences.jsonl")
@@ -94,12 +124,12 @@ class Recipe:
         return 0
 
     def export(self, target: Path) -> None:
-        """The model if there is one, else the codec that has been trained (in `start`, to go on with by `--join`), and
-        the curves, in parts to be fetched."""
+        """The model if there is one, else what a talker can be trained from elsewhere, after `--join`; and the curves,
+        all of it in parts to be fetched."""
         write_curves(self.work)
-        names = ("model", "curves", "times.csv", "plan.json", "sentences.jsonl", "unseen.jsonl")
-        names += () if (self.work / "model").is_dir() else ("start",)
-        parts = split([self.work / name for name in names if (self.work / name).exists()], target, PART_BYTES)
+        names = ["curves", "times.csv", "sentences.jsonl", "unseen.jsonl"]
+        names += ["model"] if (self.work / "model").is_dir() else ["codec/codec", "set"]
+        parts = split(self.work, [name for name in names if (self.work / name).exists()], target, PART_BYTES)
         print(f"{target}: {len(parts)} parts", flush=True)
 
     def _done(self) -> set[str]:
@@ -138,6 +168,7 @@ def main() -> int:
         join(args.join, args.work)
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it would warn about processes that never use it
     settings = SETTINGS[args.settings]
     given = {stage: value for stage, value in (("codec", args.codec_s), ("talker", args.talker_s)) if value}
     settings = replace(settings, budgets_s={**settings.budgets_s, **given}, hours=args.hours or settings.hours)

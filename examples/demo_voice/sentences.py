@@ -21,7 +21,7 @@ MIN_LETTERS, MAX_LETTERS = 12, 140
 _SENTENCE = re.compile(r"[^.!?]+[.!?]")
 _SLOT = re.compile(r"\{(\w+)\}")
 _UNWANTED = re.compile(
-    r"\b(fag\w*|nigg\w*|rape|slut\w*|whore\w*|bitch\w*|fuck\w*|shit\w*|nazi\w*|hitler|sex\w*|porn\w*|hure|puta)\b",
+    r"\b(fag\w*|nigg\w*|rape|slut\w*|whore\w*|bitch\w*|fuck\w*|shit\w*|nazi\w*|hitler|sex\w*|porn\w*|hure|puta|puttan\w*|cazz\w*)\b",
     re.IGNORECASE,
 )
 

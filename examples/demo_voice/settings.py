@@ -44,37 +44,36 @@ class Settings:
     """
     Args:
         hours: of speech in all.
+        codec_hours: of it, that the codec is trained on.
         english_share: of the hours; the other languages share the rest.
         num_unseen: English sentences that are kept out of all training, to measure with.
         vocab_size: of the text tokenizer.
         codebook_size: vectors of each of the 16 codebooks.
         codec_rows, codec_s: pieces a step of the codec's training, and their length.
-        gan_share: part of the codec's steps after which discriminators train along; None never.
-        gan_width, gan_s: their width, and the seconds of each piece that they see.
         talker_tokens: positions a batch of the talker's training.
         codec_rate, talker_rate: learning rates.
-        budgets_s: by stage, how long it may train; the other stages take what they take.
+        warmup: steps until the talker's.
+        budgets_s: by stage, how long it trains; the other stages take what they take.
         steps: by stage, instead of a time.
-        trial_steps: steps of which the speed is measured to find how many fit.
+        validate_every: steps between validations.
         model, codec: sizes, as changes of the published config.json by dotted path.
     """
 
     hours: float
+    codec_hours: float
     english_share: float
     num_unseen: int
     vocab_size: int
     codebook_size: int
     codec_rows: int
     codec_s: float
-    gan_share: float | None
-    gan_width: int
-    gan_s: float
     talker_tokens: int
     codec_rate: float
     talker_rate: float
+    warmup: int
     budgets_s: Mapping[str, float]
     steps: Mapping[str, int]
-    trial_steps: int
+    validate_every: int
     model: Mapping[str, Any]
     codec: Mapping[str, Any]
 
@@ -129,36 +128,37 @@ def control_codes(codebook_size: int) -> dict[str, Any]:
 
 
 FULL = Settings(
-    hours=16.0,
+    hours=28.0,
+    codec_hours=5.0,
     english_share=0.7,
     num_unseen=100,
     vocab_size=4096,
     codebook_size=512,
-    codec_rows=64,
-    codec_s=1.92,
-    gan_share=2 / 3,
-    gan_width=16,
-    gan_s=0.5,
-    talker_tokens=8192,
+    codec_rows=16,
+    codec_s=2.88,
+    talker_tokens=16384,
     codec_rate=5e-4,
-    talker_rate=8e-4,
-    budgets_s={"codec": 480.0, "talker": 480.0},
+    talker_rate=1e-3,
+    warmup=300,
+    budgets_s={"codec": 340.0, "talker": 440.0},
     steps={},
-    trial_steps=60,
+    validate_every=1000,
     model=talker_sizes(256, 512, 5, 128, 3, 64),
     codec=codec_sizes(256, 128, 128, 3, 16, 32, 512),
 )
 TINY = replace(
     FULL,
     hours=0.02,
+    codec_hours=0.01,
     num_unseen=4,
     vocab_size=600,
     codebook_size=64,
     codec_rows=4,
     codec_s=0.64,
-    gan_share=None,
     talker_tokens=512,
     steps={"codec": 20, "talker": 20},
+    warmup=2,
+    validate_every=5,
     model=talker_sizes(64, 96, 2, 32, 1, 32),
     codec=codec_sizes(32, 32, 32, 1, 4, 16, 64),
 )

@@ -15,7 +15,9 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import Process
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import soundfile
@@ -31,13 +33,17 @@ CHUNK = 32  # sentences a worker takes at once
 _SPEAKERS = {speaker.name: speaker for speaker in SPEAKERS}
 
 
-def speak_all(sentences: Path, folder: Path, kit: Kit, *, workers: int | None = None, deadline: float = 1e18) -> bool:
-    """Speaks the lines of `sentences` into `folder`, until `deadline` (of time.monotonic) at the latest.
+def speak_all(
+    sentences: Path, folder: Path, kit: Kit, *, workers: int | None = None, deadline: float = 1e18,
+    count: int | None = None, listing: str = "clips.jsonl",
+) -> bool:  # fmt: skip
+    """Speaks the lines of `sentences`, or the first `count` of them, into `folder`, until `deadline` (of
+    time.monotonic) at the latest.
 
-    Returns whether all are there; `folder`/clips.jsonl is then written. A sentence that no synthesizer can say is told
-    on standard error and left out.
+    Returns whether all are there; `folder`/`listing` is then written. A sentence that no synthesizer can say is told on
+    standard error and left out.
     """
-    lines = [json.loads(line) for line in sentences.read_text("utf-8").splitlines()]
+    lines = [json.loads(line) for line in sentences.read_text("utf-8").splitlines()[:count]]
     numbered = [(folder / f"{number // 1000:03d}" / f"{number:06d}.wav", line) for number, line in enumerate(lines)]
     todo = [item for item in numbered if not item[0].exists()]
     for parent in {path.parent for path, _ in todo}:
@@ -53,8 +59,22 @@ def speak_all(sentences: Path, folder: Path, kit: Kit, *, workers: int | None = 
     for path, reason in failed.items():
         print(f"left out: {path.name}: {reason}", file=sys.stderr)
     kept = [{"audio": str(path.relative_to(folder)), **line} for path, line in numbered if path not in failed]
-    (folder / "clips.jsonl").write_text("".join(json.dumps(c, ensure_ascii=False) + "\n" for c in kept), "utf-8")
+    (folder / listing).write_text("".join(json.dumps(c, ensure_ascii=False) + "\n" for c in kept), "utf-8")
     return True
+
+
+def speak_beside(sentences: Path, folder: Path, kit: Kit, workers: int, deadline: float) -> Process:
+    """Begins to do so in a process group of its own, which gives way to whatever else wants to compute."""
+    kwargs = {"workers": workers, "deadline": deadline}
+    process = Process(target=_give_way, args=(sentences, folder, kit), kwargs=kwargs)
+    process.start()
+    return process
+
+
+def _give_way(*args: Any, **kwargs: Any) -> None:
+    os.setpgid(0, 0)
+    os.nice(10)
+    speak_all(*args, **kwargs)
 
 
 def synthesize(line: Mapping[str, str], kit: Kit, scratch: Path) -> np.ndarray:

@@ -48,6 +48,10 @@ def prepare(
     device: Device = None,
     max_s: Annotated[float, flag("--max-s", help="Longer clips are left out. Default: 60.")] = 60.0,
     shard_clips: Annotated[int, flag("--shard-clips", help="Clips a file. Default: 256.")] = 256,
+    pending_s: Annotated[
+        float,
+        flag("--pending-s", help="Seconds of sound in memory at once; more is faster on a GPU. Default: 1200."),
+    ] = 1200.0,
     json_: Json = False,
 ) -> None:
     """Check recordings and turn them into codes and speaker vectors, once.
@@ -67,7 +71,7 @@ def prepare(
         if sys.stderr.isatty():
             typer.echo(f"{num_clips} clips, {audio_s / 60:.1f} min", err=True)
 
-    preparer = Preparer(folder, device=pick_device(device), max_s=max_s)
+    preparer = Preparer(folder, device=pick_device(device), max_s=max_s, pending_s=pending_s)
     report = preparer.run(source, out, shard_clips=shard_clips, on_progress=tell)
     about = {"folder": str(out), "num_clips": report.num_clips, "audio_s": report.audio_s}
     about |= {"dropped": [asdict(item) for item in report.dropped], "has_vectors": preparer.speaker_encoder is not None}
@@ -105,7 +109,12 @@ def talker(
     preset: Preset = None,
     speaker: Speaker = None,
     layout: Layout = "default",
-    steps: Steps = 1000,
+    steps: Annotated[
+        int | None, flag("--steps", help="Updates of the weights in all. Default: 1000, or what --minutes allow.")
+    ] = None,
+    minutes: Annotated[
+        float | None, flag("--minutes", help="Time after which it ends, and over which the rate falls.")
+    ] = None,
     learning_rate: Rate = None,
     batch_tokens: Tokens = 4096,
     accumulate: Accumulate = 1,
@@ -121,6 +130,9 @@ def talker(
     chunk_frames: Annotated[
         int, flag("--chunk-frames", help="Frames the predictor takes at once: speed for memory. Default: 128.")
     ] = 128,
+    keep_all: Annotated[
+        bool, typer.Option("--keep-all", help="Keep what the backward pass needs instead of computing it again.")
+    ] = False,
     predictor_share: Annotated[
         float, flag("--predictor-share", help="Share of the frames the predictor is trained on. Default: 1.")
     ] = 1.0,
@@ -162,9 +174,11 @@ def talker(
     recipe = TalkerRecipe(
         method=method, rank=rank, alpha=alpha, dtype=dtype, text_table=text_table, is_new=new,
         chunk_frames=chunk_frames, predictor_share=predictor_share, predictor_weight=predictor_weight,
+        is_recomputed=not keep_all,
     )  # fmt: skip
     loop = LoopOptions(
-        max_steps=steps, accumulate=accumulate, learning_rate=learning_rate or default_rate(recipe),
+        max_steps=steps or (10**9 if minutes else 1000), max_s=60 * minutes if minutes else None,
+        accumulate=accumulate, learning_rate=learning_rate or default_rate(recipe),
         warmup_steps=warmup, schedule=schedule, max_grad_norm=None if fused else max_grad_norm or None, is_fused=fused,
         validate_every=validate_every, patience=patience, save_every=save_every, preview_every=preview_every, seed=seed,
     )  # fmt: skip

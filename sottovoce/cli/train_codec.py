@@ -38,7 +38,12 @@ def train_codec(
         str | None,
         flag("--memory", metavar="SIZE", help="What a step may take, weights included. Default: what is free."),
     ] = None,
-    steps: Annotated[int, flag("--steps", help="Updates of the weights in all. Default: 10000.")] = 10_000,
+    steps: Annotated[
+        int | None, flag("--steps", help="Updates of the weights in all. Default: 10000, or what --minutes allow.")
+    ] = None,
+    minutes: Annotated[
+        float | None, flag("--minutes", help="Time after which it ends, and over which the rate falls.")
+    ] = None,
     learning_rate: Annotated[
         float | None, flag("--learning-rate", "--lr", help="Default: 2e-5, from nothing 3e-4.")
     ] = None,
@@ -84,7 +89,8 @@ def train_codec(
     from sottovoce.train.optim import AdamOptions
 
     loop = LoopOptions(
-        max_steps=steps, learning_rate=learning_rate or (3e-4 if new else 2e-5), is_fused=fused, seed=seed,
+        max_steps=steps or (10**9 if minutes else 10_000), max_s=60 * minutes if minutes else None,
+        learning_rate=learning_rate or (3e-4 if new else 2e-5), is_fused=fused, seed=seed,
         max_grad_norm=None if fused else max_grad_norm or None, validate_every=validate_every, save_every=save_every,
         preview_every=preview_every,
     )  # fmt: skip

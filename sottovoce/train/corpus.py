@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
 from sottovoce.config import ModelConfig
-from sottovoce.model.prompt import Tokenizer, build_prompt
+from sottovoce.model.prompt import PromptPlan, Tokenizer, build_prompt
 from sottovoce.train.batches import Example, TalkerBatch, collate
 from sottovoce.train.shards import ClipInfo, Corpus
 from sottovoce.types import InputError, Request, Voice, nearest
@@ -26,6 +27,7 @@ LAYOUTS = ("default", "text_first", "streaming", "both")
 MAX_REF_FRAMES = 188  # 15 s: longer references of other clips are not drawn
 CONTROL_ROWS = 16  # of a prompt besides its texts, rounded up
 WINDOW_BATCHES = 32  # batches whose clips are sorted by length together
+KEPT_PROMPTS = 1 << 16  # each half a millisecond to make and some 5 kB to keep
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Examples:
             raise InputError(
                 f"task {options.task!r} trains a {TASKS[options.task]} model; this one is {config.kind}", field="task"
             )
+        self._fixed_prompt = lru_cache(KEPT_PROMPTS)(self._prompt)
         self._by_speaker: dict[str, list[int]] = {}
         for index, clip in enumerate(corpus.clips):
             self._by_speaker.setdefault(self._speaker(clip), []).append(index)
@@ -85,16 +88,28 @@ class Examples:
         clip, rng = self.corpus.clips[index], np.random.default_rng((self.seed, epoch, index))
         layouts = {"default": None, "text_first": False, "streaming": True, "both": bool(rng.integers(2))}
         language = "auto" if rng.random() < self.options.auto_share else clip.language
+        layout = layouts[self.options.layout]
+        if self.options.task in ("speakers", "design"):  # the same in every epoch
+            plan = self._fixed_prompt(index, language, layout)
+        else:
+            plan = self._prompt(index, language, layout, rng)
+        return Example(plan, self.corpus.codes(clip))
+
+    def _prompt(
+        self, index: int, language: str, layout: bool | None, rng: np.random.Generator | None = None
+    ) -> PromptPlan:
+        """`rng` chooses references, where the task has some."""
+        clip = self.corpus.clips[index]
         request = Request(
             clip.text,
             language,
             self._voice(index, clip, rng),
             clip.instruct if self.options.task == "speakers" and self.config.can_instruct else None,
-            is_streaming_text=layouts[self.options.layout],
+            is_streaming_text=layout,
         )
-        return Example(build_prompt(self.config, self.tokenizer, request), self.corpus.codes(clip))
+        return build_prompt(self.config, self.tokenizer, request)
 
-    def _voice(self, index: int, clip: ClipInfo, rng: np.random.Generator) -> Voice:
+    def _voice(self, index: int, clip: ClipInfo, rng: np.random.Generator | None) -> Voice:
         task, corpus = self.options.task, self.corpus
         if task == "speakers":
             return Voice(speaker=self._speaker(clip))
@@ -104,6 +119,7 @@ class Examples:
             return Voice(x_vector=corpus.vector(clip))
         if clip.num_ref_frames:
             return Voice(x_vector=corpus.vector(clip), ref_codes=corpus.ref_codes(clip), ref_text=clip.ref_text)
+        assert rng is not None
         others = [i for i in self._of_speaker(clip) if i != index]
         short = [i for i in others if corpus.clips[i].num_frames <= MAX_REF_FRAMES] or others
         other = corpus.clips[short[rng.integers(len(short))]]

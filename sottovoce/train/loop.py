@@ -41,6 +41,9 @@ class LoopOptions:
     """
     Args:
         max_steps: updates of the weights in all.
+        max_s: seconds after which it ends, validations included, or with `max_steps`, whatever comes first. The rate
+            then falls over that time, and what comes of a run depends on how fast the machine is. Time before a stop
+            counts.
         accumulate: batches a process takes for one update.
         learning_rate, warmup_steps, schedule, final_share: the rate rises for `warmup_steps`, then falls to
             `final_share` of itself ("cosine", "linear") or stays ("constant").
@@ -57,6 +60,7 @@ class LoopOptions:
     """
 
     max_steps: int = 1000
+    max_s: float | None = None
     accumulate: int = 1
     learning_rate: float = 1e-5
     warmup_steps: int = 20
@@ -78,6 +82,8 @@ class LoopOptions:
         for name in ("max_steps", "accumulate", "validate_every", "save_every", "keep", "log_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}", field=name)
+        if self.max_s is not None and not self.max_s > 0:
+            raise InputError(f"max_s must be positive, got {self.max_s}", field="max_s")
         if not 0 < self.learning_rate < 1:
             raise InputError(f"learning_rate must lie between 0 and 1, got {self.learning_rate}", field="learning_rate")
         if self.schedule not in ("cosine", "linear", "constant"):
@@ -90,13 +96,15 @@ class LoopOptions:
         if self.is_fused and self.has_graphs:
             raise InputError("a fused optimizer frees gradients, which a graph cannot do", field="has_graphs")
 
-    def rate(self, step: int) -> float:
-        """The learning rate of step 0, 1, ..."""
+    def rate(self, step: int, spent_s: float = 0.0) -> float:
+        """The learning rate of step 0, 1, ... that begins after `spent_s` of training."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.learning_rate
         share = (step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
+        if self.max_s is not None:
+            share = min(1.0, max(share, spent_s / self.max_s))
         fall = (1 - math.cos(math.pi * share)) / 2 if self.schedule == "cosine" else share
         return self.learning_rate * (1 - (1 - self.final_share) * fall)
 
@@ -106,7 +114,7 @@ class Outcome:
     """Steps done in all, why it ended, and the best validation with its step."""
 
     steps: int
-    reason: Literal["steps", "patience", "stopped"]
+    reason: Literal["steps", "time", "patience", "stopped"]
     best_loss: float | None
     best_step: int | None
 
@@ -146,6 +154,7 @@ class Loop:
         self.max_tokens = options.max_tokens
         self.best: tuple[float, int] | None = None
         self.num_unimproved = self.num_bad = 0
+        self.spent_s = 0.0
         self._worker = ThreadPoolExecutor(1, "batches")
         self._ahead: tuple[int, Future] | None = None
         if options.is_fused and self.ranks.world > 1:
@@ -165,12 +174,15 @@ class Loop:
     def run(self) -> Outcome:
         """Trains to the end, and leaves a state there. Ctrl-C ends it after the step at hand, with a state."""
         options, step, reason = self.options, self.first_step, "steps"
-        saved = step
+        saved, started = step, time.monotonic() - self.spent_s
         try:
-            while step < options.max_steps:
+            while step < options.max_steps and reason != "time":
                 self.step(step)
                 step += 1
-                if self.validation and step % options.validate_every == 0:
+                self.spent_s = time.monotonic() - started
+                if self._is_late():
+                    reason = "time"
+                if self.validation and (step % options.validate_every == 0 or reason == "time"):
                     self._judge(step)
                     if options.patience is not None and self.num_unimproved >= options.patience:
                         reason = "patience"
@@ -203,7 +215,7 @@ class Loop:
             for name, count in self.task.counts(batch).items():
                 counts[name] = counts.get(name, 0.0) + count
         counts = ranks.total(counts)
-        rate = options.rate(step)
+        rate = options.rate(step, self.spent_s)
         self.optimizer.begin_step(rate)
         sums = self._accumulate(step, batches, counts)
         ranks.add_gradients(self.optimizer.parameters.values())
@@ -222,6 +234,12 @@ class Loop:
             self.progress.say(describe(row))
             reset_peak(ranks.device)
         return row
+
+    def _is_late(self) -> bool:
+        """Whether the time is over, for the first process and so for all."""
+        if self.options.max_s is None:
+            return False
+        return self.ranks.total({"late": float(self.ranks.is_first and self.spent_s >= self.options.max_s)})["late"] > 0
 
     def _batches(self, step: int) -> list[Batch]:
         """Those of a step. Those of the next one are made meanwhile, in a thread: only there is the stream asked."""
@@ -368,6 +386,7 @@ class Loop:
     def _save(self, step: int) -> int:
         about = {"about": self.about, "options": asdict(self.options), "num_updates": self.optimizer.num_steps}
         about |= {"best": self.best, "num_unimproved": self.num_unimproved, "max_tokens": self.max_tokens}
+        about |= {"spent_s": self.spent_s}
         save_state(self.folder / "state", step, self._tensors(), about, self.ranks)
         if self.ranks.is_first:
             prune(self.folder / "state", self.options.keep, self.best[1] if self.best else None)
@@ -389,6 +408,7 @@ class Loop:
         load_state(found[-1], self._tensors(), self.ranks)
         self.optimizer.num_steps = about["num_updates"]
         self.best = tuple(about["best"]) if about["best"] else None
+        self.spent_s = about.get("spent_s", 0.0)
         self.num_unimproved, self.max_tokens = about["num_unimproved"], about["max_tokens"]
         return about["step"]
 

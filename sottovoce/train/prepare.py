@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,6 +31,8 @@ from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE, InputError, SottovoceErr
 SHARD_CLIPS = 256
 BATCH_S = 120.0  # seconds of sound that are encoded together
 PENDING_S = 1200.0  # that wait to be sorted by length: 115 MB
+READERS = 4  # threads that read recordings ahead
+READ_AHEAD = 64  # recordings
 
 # A line, its codes, the codes of its reference and its speaker vector, where there are such.
 _Done = tuple[Line, np.ndarray, np.ndarray | None, np.ndarray | None]
@@ -52,10 +56,14 @@ class Preparer:
         model: folder of a checkpoint. A Base model, or a fine-tune of one, also gives speaker vectors.
         device: where the encoders go.
         max_s: longer clips are dropped.
+        pending_s: seconds of sound that are in memory at once. Clips of equal length among them are encoded together,
+            so that more keep a fast GPU busier.
     """
 
-    def __init__(self, model: Path, *, device: torch.device | str = "cpu", max_s: float = MAX_S) -> None:
-        self.model, self.max_s = model, max_s
+    def __init__(
+        self, model: Path, *, device: torch.device | str = "cpu", max_s: float = MAX_S, pending_s: float = PENDING_S
+    ) -> None:
+        self.model, self.max_s, self.pending_s = model, max_s, pending_s
         self.config = ModelConfig.from_folder(model)
         self.digest = codec_digest(model)
         self.codec: Codec = load_codec(model, device=device, dtype=torch.float32, parts=("encoder",))
@@ -141,7 +149,7 @@ class Preparer:
 
     def _work(self, lines: Sequence[Line | Dropped], dropped: list[Dropped]) -> Iterator[_Done]:
         """Each line that can be used, with its codes, those of its reference, and its vector; others into `dropped`.
-        Samples of no more than `PENDING_S` and a clip are in memory at once."""
+        Samples of no more than `pending_s` and some clips are in memory at once."""
         pending: list[tuple[Line, np.ndarray, tuple[np.ndarray | None, np.ndarray | None]]] = []
 
         def encoded() -> Iterator[_Done]:
@@ -152,19 +160,29 @@ class Preparer:
                 yield line, own, ref_codes, vector
             pending.clear()
 
-        for line in lines:
-            if isinstance(line, Dropped):
-                dropped.append(line)
-                continue
-            try:
-                checked = checked_line(line, self.config.languages)
-                pending.append((checked, read_clip(line.audio, max_s=self.max_s), self._reference(checked)))
-            except (SottovoceError, OSError, RuntimeError) as error:
-                dropped.append(Dropped(line.number, line.audio, reason_of(error)))
-            if sum(len(samples) for _, samples, _ in pending) > PENDING_S * SAMPLE_RATE:
-                yield from encoded()
+        num_samples = 0
+        with ThreadPoolExecutor(READERS) as pool:
+            for line, reading in _ahead(pool, self._read, lines):
+                if isinstance(line, Dropped):
+                    dropped.append(line)
+                    continue
+                try:
+                    checked, samples = reading.result()
+                    pending.append((checked, samples, self._reference(checked)))
+                    num_samples += len(samples)
+                except (SottovoceError, OSError, RuntimeError) as error:
+                    dropped.append(Dropped(line.number, line.audio, reason_of(error)))
+                if num_samples > self.pending_s * SAMPLE_RATE:
+                    yield from encoded()
+                    num_samples = 0
         if pending:
             yield from encoded()
+
+    def _read(self, line: Line | Dropped) -> tuple[Line, np.ndarray] | None:
+        """The line as it is trained on, and its samples."""
+        if isinstance(line, Dropped):
+            return None
+        return checked_line(line, self.config.languages), read_clip(line.audio, max_s=self.max_s)
 
     def _reference(self, line: Line) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Codes (where their words are known) and vector of the line's reference; each recording is looked at once."""
@@ -195,6 +213,18 @@ def codec_digest(model: Path) -> str:
     within = model / "speech_tokenizer" / "model.safetensors"
     with (within if within.exists() else model / "model.safetensors").open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any]
+) -> Iterator[tuple[Any, Future]]:
+    """Each item and its work, of which no more than `READ_AHEAD` are begun before they are asked for."""
+    begun: deque[tuple[Any, Future]] = deque()
+    for item in items:
+        begun.append((item, pool.submit(work, item)))
+        if len(begun) == READ_AHEAD:
+            yield begun.popleft()
+    yield from begun
 
 
 def _portions(lines: Iterable[Line | Dropped], size: int) -> Iterator[list[Line | Dropped]]:

@@ -41,7 +41,7 @@ class TalkerRecipe:
         text_table: where the text embedding lies, frozen: on the "host", of which a batch takes the rows it needs, or
             on the "device". "trained" puts it on the device and trains it too.
         is_new: forget the weights of talker and predictor, and begin from random ones.
-        predictor_weight, chunk_frames, predictor_share: see `TalkerTask`.
+        predictor_weight, chunk_frames, predictor_share, is_recomputed: see `TalkerTask`.
     """
 
     method: Method = "full"
@@ -53,6 +53,7 @@ class TalkerRecipe:
     predictor_weight: float = PREDICTOR_WEIGHT
     chunk_frames: int = 128
     predictor_share: float = 1.0
+    is_recomputed: bool = True
 
     def __post_init__(self) -> None:
         if self.method not in ("full", "lora", "qlora"):
@@ -113,6 +114,7 @@ def load_task(
         predictor_weight=recipe.predictor_weight,
         chunk_frames=recipe.chunk_frames,
         predictor_share=recipe.predictor_share,
+        is_recomputed=recipe.is_recomputed,
     )
 
 

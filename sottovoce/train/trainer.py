@@ -202,9 +202,9 @@ def take_best(outcome: Outcome, out: Path, trained: Mapping[str, torch.nn.Parame
 
 
 def say_memory(runner: Loop, opened: Opened, recipe: TalkerRecipe, adam: AdamOptions) -> None:
-    """Tells what the step will take on a GPU, and what there is."""
+    """Tells what the step will take on a GPU, and what there is, if that can be predicted."""
     device = runner.ranks.device
-    if device.type != "cuda" or runner.ranks.is_sharded:
+    if device.type != "cuda" or runner.ranks.is_sharded or not recipe.is_recomputed:
         return
     examples = opened.plan.examples
     tokens = max(opened.stream.max_tokens, int(examples.lengths.max()))

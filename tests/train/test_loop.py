@@ -82,6 +82,35 @@ def test_a_schedule_does_not_care_where_a_run_was_cut():
     assert LoopOptions(schedule="constant", warmup_steps=0).rate(500) == 1e-5
 
 
+def test_a_schedule_over_a_time_falls_with_the_clock():
+    options = LoopOptions(max_steps=10**9, max_s=100.0, warmup_steps=10, learning_rate=1e-3)
+    rates = [options.rate(step, spent_s=step) for step in range(101)]
+    assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(1e-4)
+    assert options.rate(50, spent_s=500.0) == pytest.approx(1e-4)
+    with pytest.raises(InputError, match="max_s"):
+        LoopOptions(max_s=0.0)
+
+
+def test_a_run_ends_with_its_time_with_a_last_validation_and_goes_on_with_what_was_left(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("sottovoce.train.loop.time.monotonic", lambda: now[0])
+
+    class Slow(ToyTask):
+        def counts(self, batch):
+            now[0] += 1.0 if self.training else 0.0
+            return super().counts(batch)
+
+    limits = {"max_steps": 10**9, "max_s": 4.5, "validate_every": 3}
+    stopped = toy_loop(tmp_path, Slow(), Stopped(), **limits).run()
+    assert (stopped.reason, stopped.steps) == ("stopped", 2)
+    loop = toy_loop(tmp_path, Slow(), **limits)
+    loop.validation = [ToyStream()[0]]
+    outcome = loop.run()
+    assert (outcome.reason, outcome.steps) == ("time", 5)  # three more seconds
+    validated = [line.split(",")[0] for line in (tmp_path / "validation.csv").read_text().splitlines()[1:]]
+    assert validated == ["3", "5"]
+
+
 def test_what_does_not_fit_is_cut_and_the_step_is_the_same(tmp_path):
     calm, tight = toy_loop(tmp_path / "a", ToyTask(), ToyStream(8)), ToyTask(max_tokens=20)
     cut = toy_loop(tmp_path / "b", tight, ToyStream(8))
