@@ -55,11 +55,12 @@ def speak(case: str, folder: str, minutes: float, is_capped: bool, is_alone: boo
     device, frames = torch.device("cuda", 0), round(minutes * FRAMES_PER_MINUTE)
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     longer_tokens = max(0, -(-(frames + PROMPT_POSITIONS) // 1024) * 1024 - 1024)
-    cap_bytes = int(goal_gib * GIB) + longer_tokens * (KV_TOKEN_BYTES >> (kv is None))
+    cap_bytes = int(goal_gib * GIB) + longer_tokens * (KV_TOKEN_BYTES >> (kv is None))  # fp8: half
     if is_capped:
         torch.cuda.set_per_process_memory_fraction(cap_bytes / total_bytes, device)
     start_s = time.perf_counter()
     # The cap is on what the allocator may have, a plan's memory on all.
+    kv = kv or ("fp8" if longer_tokens else None)  # what the plan chooses for a minute; with more room it would not
     wish = {"weights": weights, "kv": kv, "max_rows": 1 if weights else None, "memory": cap_bytes + CONTEXT_BYTES}
     with TTS.from_pretrained(folder, device="cuda:0", on_notice=lambda _: None, **wish) as tts:
         loaded_s, loaded_peak = time.perf_counter() - start_s, torch.cuda.max_memory_reserved(device)

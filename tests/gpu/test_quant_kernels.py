@@ -78,7 +78,10 @@ def test_float32_equals_the_reference_but_for_near_ties(folder, weights):
 @pytest.mark.parametrize("size", ["1.7B", "0.6B"])
 def test_quantizing_on_the_card_gives_the_bytes_of_the_host(folder):
     for weights in ("int8", "int4", "fp8"):
-        here, there = (load_network(folder, device=device, weights=weights).state_dict() for device in ("cuda", "cpu"))
+        here, there = (
+            load_network(folder, device=device, dtype=torch.bfloat16, weights=weights).state_dict()
+            for device in ("cuda", "cpu")
+        )
         assert all(torch.equal(here[name].cpu().view(torch.uint8), there[name].view(torch.uint8)) for name in there)
 
 
