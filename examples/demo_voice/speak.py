@@ -1,5 +1,6 @@
 """Stage 2: the sentences, spoken. One WAV of 24 kHz, mono, a sentence, and `clips.jsonl` that names them all with their
-texts, as `sottovoce train prepare` reads it.
+texts, as `sottovoce train prepare` reads it. Beside those of flite, which tells what it says when, labels: the phones, as
+`sottovoce train codec` reads them.
 
 Works on all cores, and goes on where it was: what is there is not spoken again. Silence before and after is cut down
 and the level is the same for all, so that a talker can learn when to begin and to end. Knows no texts.
@@ -30,6 +31,13 @@ LEVEL, PEAK = 0.07, 0.9  # root mean square of the whole clip; the most that any
 SILENCE = 0.01  # of the peak: quieter samples at either end are silence
 BEFORE_S, AFTER_S = 0.06, 0.16  # that stay
 CHUNK = 32  # sentences a worker takes at once
+LABEL_S = 0.04  # as `sottovoce.train.codec_data` has it
+# Of flite's English voices (lang/usenglish/us_phoneset.c).
+PHONES = (
+    "aa", "ae", "ah", "ao", "aw", "ax", "axr", "ay", "b", "ch", "d", "dh", "dx", "eh", "el", "em", "en", "er", "ey",
+    "f", "g", "hh", "hv", "ih", "iy", "jh", "k", "l", "m", "n", "nx", "ng", "ow", "oy", "p", "r", "s", "sh", "t", "th",
+    "uh", "uw", "v", "w", "y", "z", "zh", "pau",
+)  # fmt: skip
 _SPEAKERS = {speaker.name: speaker for speaker in SPEAKERS}
 
 
@@ -77,12 +85,13 @@ def _give_way(*args: Any, **kwargs: Any) -> None:
     speak_all(*args, **kwargs)
 
 
-def synthesize(line: Mapping[str, str], kit: Kit, scratch: Path) -> np.ndarray:
-    """float32 [N] at 24 kHz. Raises ValueError if the synthesizer fails or nothing is heard."""
+def synthesize(line: Mapping[str, str], kit: Kit, scratch: Path) -> tuple[np.ndarray, list[int]]:
+    """float32 [N] at 24 kHz, and its labels, if the synthesizer tells any. Raises ValueError if it fails or nothing is
+    heard."""
     speaker = _SPEAKERS[line["speaker"]]
     command = kit.commands[speaker.engine]
     if speaker.engine == "flite":
-        call = [command, "-voice", speaker.voice, "-t", line["text"], "-o", str(scratch)]
+        call = [command, "-voice", speaker.voice, "-psdur", "-t", line["text"], "-o", str(scratch)]
     else:
         voice = speaker.voice.format(language=ESPEAK_VOICES[line["language"]])
         call = [command, "-v", voice, "-p", str(speaker.pitch), "-s", "150", "-w", str(scratch), "--", line["text"]]
@@ -91,18 +100,31 @@ def synthesize(line: Mapping[str, str], kit: Kit, scratch: Path) -> np.ndarray:
         raise ValueError(f"{speaker.engine}: {done.stderr.decode(errors='replace').strip()[:200]}")
     samples, rate = soundfile.read(scratch, dtype="float32")
     scratch.unlink()
-    return level(soxr.resample(samples, rate, SAMPLE_RATE))
+    samples, start = level(soxr.resample(samples, rate, SAMPLE_RATE))
+    if speaker.engine != "flite":
+        return samples, []
+    return samples, labels_of(done.stdout.decode(), start / SAMPLE_RATE, len(samples) / SAMPLE_RATE)
 
 
-def level(samples: np.ndarray) -> np.ndarray:
-    """With little silence at the ends, and all clips as loud. Raises ValueError for silence."""
+def labels_of(told: str, start_s: float, length_s: float) -> list[int]:
+    """Of flite's "phone:end ..." the phone in the middle of each `LABEL_S` of a clip that begins at `start_s`."""
+    pairs = [item.rpartition(":") for item in told.split()]
+    ends = [float(end) for _, _, end in pairs]
+    ids = [PHONES.index(name) if name in PHONES else -1 for name, _, _ in pairs]
+    middles = start_s + LABEL_S * (np.arange(int(length_s / LABEL_S)) + 0.5)
+    return [ids[place] if place < len(ids) else -1 for place in np.searchsorted(ends, middles)]
+
+
+def level(samples: np.ndarray) -> tuple[np.ndarray, int]:
+    """With little silence at the ends, and all clips as loud; and at which sample it begins. Raises ValueError for
+    silence."""
     peak = float(np.abs(samples).max(initial=0.0))
     loud = np.flatnonzero(np.abs(samples) > SILENCE * peak)
     if peak < 1e-3 or not len(loud):
         raise ValueError("silence")
     start = max(0, loud[0] - int(BEFORE_S * SAMPLE_RATE))
     samples = samples[start : loud[-1] + int(AFTER_S * SAMPLE_RATE)]
-    return samples * min(LEVEL / float(np.sqrt(np.mean(samples**2))), PEAK / peak)
+    return samples * min(LEVEL / float(np.sqrt(np.mean(samples**2))), PEAK / peak), start
 
 
 def _speak_chunk(items: list[tuple[Path, dict[str, str]]], kit: Kit, deadline: float) -> dict[Path, str] | None:
@@ -113,10 +135,12 @@ def _speak_chunk(items: list[tuple[Path, dict[str, str]]], kit: Kit, deadline: f
             return None
         scratch = path.with_suffix(f".{os.getpid()}.wav")
         try:
-            samples = synthesize(line, kit, scratch)
+            samples, labels = synthesize(line, kit, scratch)
         except (ValueError, subprocess.TimeoutExpired) as error:
             failed[path] = str(error)
             continue
+        if labels:
+            path.with_suffix(".labels").write_text(" ".join(map(str, labels)))
         soundfile.write(scratch, samples, SAMPLE_RATE, subtype="PCM_16")
         scratch.rename(path)  # whole or not there
     return failed

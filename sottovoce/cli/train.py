@@ -130,8 +130,12 @@ def talker(
     chunk_frames: Annotated[
         int, flag("--chunk-frames", help="Frames the predictor takes at once: speed for memory. Default: 128.")
     ] = 128,
+    frame_noise: Annotated[
+        float, flag("--frame-noise", help="Share of the frames that are read with others' codes. Default: 0.")
+    ] = 0.0,
+    dropout: Annotated[float, flag("--dropout", help="In the talker's layers. Default: 0.")] = 0.0,
     keep_all: Annotated[
-        bool, typer.Option("--keep-all", help="Keep what the backward pass needs instead of computing it again.")
+        bool, flag("--keep-all", help="Keep what the backward pass needs instead of computing it again.")
     ] = False,
     predictor_share: Annotated[
         float, flag("--predictor-share", help="Share of the frames the predictor is trained on. Default: 1.")
@@ -174,7 +178,7 @@ def talker(
     recipe = TalkerRecipe(
         method=method, rank=rank, alpha=alpha, dtype=dtype, text_table=text_table, is_new=new,
         chunk_frames=chunk_frames, predictor_share=predictor_share, predictor_weight=predictor_weight,
-        is_recomputed=not keep_all,
+        is_recomputed=not keep_all, frame_noise=frame_noise, dropout=dropout,
     )  # fmt: skip
     loop = LoopOptions(
         max_steps=steps or (10**9 if minutes else 1000), max_s=60 * minutes if minutes else None,

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from sottovoce.codec.codec import Codec
-from sottovoce.train.codec_data import CodecBatch
+from sottovoce.train.codec_data import UNKNOWN, CodecBatch
+from sottovoce.train.codec_labels import LabelHead
 from sottovoce.train.codec_passes import PLAIN, CodecSlices, decode_vectors, encode_features
 from sottovoce.train.codec_quantize import TrainedQuantizer, perplexity
 from sottovoce.train.discriminators import Discriminators, discriminator_loss, generator_losses
@@ -43,6 +44,10 @@ class CodecRecipe:
         ema_decay, ema_every: running average of the weights, for export; it lies on the host and moves every so many
             steps. A decay of 0 exports the weights themselves.
         dtype: of the activations of the decoder's convolutions; everything else is in float32.
+        labels: weight of a loss that makes the first codebook tell what is spoken, where recordings have labels
+            (`codec_data`) and the encoder is trained. A talker learns codes that follow from the text much sooner.
+            Published codecs learn theirs from a large speech model (Défossez et al., https://arxiv.org/abs/2410.00037).
+        num_labels: how many different ones there are; 0: there are none.
     """
 
     extent: Extent = "decoder"
@@ -61,6 +66,8 @@ class CodecRecipe:
     ema_decay: float = 0.999
     ema_every: int = 10
     dtype: Literal["float32", "bfloat16"] = "float32"
+    labels: float = 3.0
+    num_labels: int = 0
 
     def __post_init__(self) -> None:
         if self.extent not in EXTENTS:
@@ -93,12 +100,15 @@ class CodecTask(nn.Module):
             raise InputError("gan_s is shorter than the discriminators' windows; take 0.1 or more", field="gan_s")
         _freeze(codec, recipe.extent)
         self.quantizer = TrainedQuantizer(codec, recipe.codebook_decay) if recipe.extent == "all" else None
+        has_labels = self.quantizer is not None and recipe.num_labels > 0
+        self.label_head = LabelHead(codec, recipe.num_labels) if has_labels else None  # is not exported
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64), persistent=False)
         self._step: int | None = None  # not known before the tensor has been loaded
         self._averages = {n: p.detach().float().cpu().clone() for n, p in self._averaged()}
         self.loss_weights: Mapping[str, float] = {
             "mel": recipe.mel, "stft": recipe.stft, "wave": recipe.wave, "commitment": recipe.commitment,
             "adversarial": recipe.adversarial, "features": recipe.features, "discriminator": 1.0,
+            "labels": recipe.labels,
         }  # fmt: skip
 
     def counts(self, batch: CodecBatch) -> dict[str, float]:
@@ -106,6 +116,8 @@ class CodecTask(nn.Module):
         counts = dict.fromkeys(TERMS, float(sum(batch.num_samples)))
         counts["commitment"] = float(sum(-(-n // self.codec.config.decode_upsample_rate) for n in batch.num_samples))
         counts["perplexity"] = float(batch.num_tokens)
+        if self.label_head is not None and batch.labels is not None:
+            counts["labels"] = counts["label_error"] = float((batch.labels != UNKNOWN).sum())
         return counts | dict.fromkeys(ADVERSARIAL, float(len(batch.inputs)))
 
     def forward(self, batch: CodecBatch) -> dict[str, Tensor]:
@@ -123,6 +135,8 @@ class CodecTask(nn.Module):
             # A frame counts if its first sample does.
             frames = torch.arange(batch.inputs.shape[1] // FRAME_SAMPLES) * self.codec.config.decode_upsample_rate
             inputs["is_valid"] = frames < num_samples[:, None]
+            if self.label_head is not None and batch.labels is not None:
+                inputs["labels"] = batch.labels
             if self.training:
                 inputs["kept"] = self.quantizer.draw(inputs["is_valid"])
         if self.discriminators is not None and self.training and self.phase != "before":
@@ -190,7 +204,11 @@ class CodecTask(nn.Module):
                 codes = codec.encoder.quantizer(features)
             vectors = codec.decoder.quantizer(codes)
         else:
-            vectors, codes, losses["commitment"] = self.quantizer(features, inputs["is_valid"], inputs.get("kept"))
+            vectors, codes, losses["commitment"], first = self.quantizer(
+                features, inputs["is_valid"], inputs.get("kept")
+            )
+            if "labels" in inputs:
+                losses |= self.label_head(first, inputs["labels"])
         dtype = torch.bfloat16 if recipe.dtype == "bfloat16" else None
         wave = decode_vectors(codec.decoder, vectors, self.slices, dtype, graphs)
         losses |= self.reconstruction(wave, inputs.get("targets", samples), inputs["num_samples"])

@@ -1,5 +1,8 @@
 """Recordings to batches of pieces for the codec: decoded once into one file of samples, then cut at random.
 
+A recording may have labels beside it, in a file of its name that ends in ".labels": one whole number for each 40 ms from
+its beginning, separated by spaces, such as the phones that are spoken; -1 is not known. See `codec.CodecRecipe.labels`.
+
 Everything random follows from (seed, batch), so batch n is the same whenever it is asked for. Knows no codec.
 """
 
@@ -8,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +26,10 @@ from sottovoce.train.clips import AUDIO_ENDINGS, reason_of
 from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE, InputError
 
 MIN_S = 0.5
-SAMPLES_FILE, INDEX_FILE = "audio.i16", "audio.json"
+SAMPLES_FILE, INDEX_FILE, LABELS_FILE = "audio.i16", "audio.json", "labels.i16"
+LABELS_A_FRAME = 2
+LABEL_SAMPLES = FRAME_SAMPLES // LABELS_A_FRAME  # at 24 kHz
+LABELS_ENDING, UNKNOWN = ".labels", -1
 
 
 @dataclass(frozen=True)
@@ -33,11 +40,13 @@ class CodecBatch:
         inputs: float32 [B, N] at 24 kHz, for the encoder; N a multiple of a frame.
         targets: float32 [B, M] at the decoder's rate: `inputs` itself where that is 24 kHz too.
         num_samples: of `targets` that count, per row.
+        labels: int64 [B, N / 960], UNKNOWN where there is none; None if no recording has any.
     """
 
     inputs: Tensor
     targets: Tensor
     num_samples: tuple[int, ...]
+    labels: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -68,7 +77,8 @@ class CodecBatch:
 
     def rows(self, rows: slice) -> CodecBatch:
         inputs = self.inputs[rows]
-        return CodecBatch(inputs, inputs if self.is_same else self.targets[rows], self.num_samples[rows])
+        targets = inputs if self.is_same else self.targets[rows]
+        return CodecBatch(inputs, targets, self.num_samples[rows], None if self.labels is None else self.labels[rows])
 
 
 class Recordings:
@@ -77,16 +87,37 @@ class Recordings:
     Args:
         sample_rate: of what is stored.
         spans: first sample and number of samples of each recording.
+        labels: of all recordings, one after the other, int16; `label_spans` says where: none for most if that is 0 long.
     """
 
-    def __init__(self, samples: np.ndarray, spans: Sequence[tuple[int, int]], sample_rate: int) -> None:
+    def __init__(
+        self, samples: np.ndarray, spans: Sequence[tuple[int, int]], sample_rate: int,
+        labels: np.ndarray | None = None, label_spans: Sequence[tuple[int, int]] = (),
+    ) -> None:  # fmt: skip
         self.samples, self.spans, self.sample_rate = samples, list(spans), sample_rate
+        self.labels, self.label_spans = labels, list(label_spans)
         if not self.spans:
             raise InputError("no recording can be used", field="data")
 
     @property
     def total_s(self) -> float:
         return sum(count for _, count in self.spans) / self.sample_rate
+
+    @property
+    def num_labels(self) -> int:
+        """How many different ones there are, counted from 0; 0 without any."""
+        return 0 if self.labels is None or not len(self.labels) else int(self.labels.max()) + 1
+
+    def read_labels(self, index: int, start: int, count: int) -> np.ndarray:
+        """int64 [count]: those at the middle of each 40 ms from sample `start` on."""
+        found = np.full(count, UNKNOWN, np.int64)
+        if self.labels is not None:
+            first, length = self.label_spans[index]
+            step = LABEL_SAMPLES * self.sample_rate // SAMPLE_RATE
+            at = (start + step // 2) // step
+            inside = self.labels[first + min(at, length) : first + min(at + count, length)]
+            found[: len(inside)] = inside
+        return found
 
     def read(self, index: int, start: int = 0, count: int | None = None) -> np.ndarray:
         """float32 samples of a recording from sample `start` on, at most `count`."""
@@ -123,13 +154,15 @@ def gather_recordings(
         if index["key"] == key:
             for name, reason in index["dropped"]:
                 report(name, reason)
-            return _mapped(samples_path, index["spans"], sample_rate)
+            return _mapped(folder, index, sample_rate)
     folder.mkdir(parents=True, exist_ok=True)
     spans, dropped, total = [], [], 0
+    labels, label_spans, num_labels = [], [], 0
     with samples_path.with_suffix(".partial").open("wb") as file:
         for path in paths:
             try:
                 samples = read_audio(path, sample_rate=sample_rate, field="audio", min_s=MIN_S)
+                own = _labels_beside(path)
             except (InputError, OSError) as error:
                 dropped.append((str(path), reason_of(error)))
                 report(*dropped[-1])
@@ -137,12 +170,16 @@ def gather_recordings(
             file.write((samples.clip(-1, 1) * 32767).round().astype("<i2").tobytes())
             spans.append((total, len(samples)))
             total += len(samples)
+            labels.append(own)
+            label_spans.append((num_labels, len(own)))
+            num_labels += len(own)
     os.replace(file.name, samples_path)
-    index = {"key": key, "spans": spans, "dropped": dropped}
+    (np.concatenate(labels) if labels else np.zeros(0, "<i2")).tofile(folder / LABELS_FILE)
+    index = {"key": key, "spans": spans, "dropped": dropped, "label_spans": label_spans}
     partial = index_path.with_suffix(".partial")
     partial.write_text(json.dumps(index), "utf-8")
     os.replace(partial, index_path)
-    return _mapped(samples_path, spans, sample_rate)
+    return _mapped(folder, index, sample_rate)
 
 
 class PieceStream:
@@ -170,12 +207,16 @@ class PieceStream:
         rng = np.random.default_rng((self.seed, index))
         count = piece_samples(self.piece_frames, self.recordings.sample_rate)
         targets, lengths = np.zeros((self.rows, count), np.float32), []
-        for row in targets:
+        labels = np.full((self.rows, self.piece_frames * LABELS_A_FRAME), UNKNOWN, np.int64)
+        for row, own in zip(targets, labels):
             recording = int(self.indices[np.searchsorted(self._edges, rng.random(), side="right")])
             room = max(0, self.recordings.spans[recording][1] - count)
             gain = 10 ** (rng.uniform(self.min_gain_db, 0) / 20)
-            lengths.append(self.recordings.read_into(row, recording, int(rng.integers(room + 1)), gain))
-        return _batch(targets, lengths, self.piece_frames, self.recordings.sample_rate)
+            start = int(rng.integers(room + 1))
+            lengths.append(self.recordings.read_into(row, recording, start, gain))
+            own[:] = self.recordings.read_labels(recording, start, len(own))
+        batch = _batch(targets, lengths, self.piece_frames, self.recordings.sample_rate)
+        return batch if self.recordings.labels is None else replace(batch, labels=torch.from_numpy(labels))
 
 
 def collate(pieces: Sequence[np.ndarray], num_frames: int, sample_rate: int) -> CodecBatch:
@@ -208,16 +249,21 @@ def whole_batches(
     """Each recording once, cut at `max_s`, sorted by length into batches of at most `max_batch_s`, padding included."""
     rate, rows, batches = recordings.sample_rate, [], []
     frame = piece_samples(1, rate)
-    clips = sorted((recordings.read(int(i), 0, int(max_s * rate)) for i in indices), key=len)
+    clips = sorted(((recordings.read(int(i), 0, int(max_s * rate)), int(i)) for i in indices), key=lambda c: len(c[0]))
 
     def flush() -> None:
-        batches.append(collate(rows, -(-len(rows[-1]) // frame), rate))
+        num_frames = -(-len(rows[-1][0]) // frame)
+        batch = collate([clip for clip, _ in rows], num_frames, rate)
+        if recordings.labels is not None:
+            own = [recordings.read_labels(index, 0, num_frames * LABELS_A_FRAME) for _, index in rows]
+            batch = replace(batch, labels=torch.from_numpy(np.stack(own)))
+        batches.append(batch)
 
-    for clip in clips:
+    for clip, index in clips:
         if rows and (len(rows) + 1) * len(clip) > max_batch_s * rate:
             flush()
             rows = []
-        rows.append(clip)
+        rows.append((clip, index))
     if rows:
         flush()
     return batches
@@ -247,10 +293,29 @@ def _key(paths: Sequence[Path], sample_rate: int) -> str:
     digest = hashlib.sha256(str(sample_rate).encode())
     for path in paths:
         size = path.stat().st_size if path.is_file() else -1
-        digest.update(f"{path.absolute()}\0{size}\n".encode())
+        beside = path.with_suffix(LABELS_ENDING)
+        label_size = f"\0{beside.stat().st_size}" if beside.is_file() else ""
+        digest.update(f"{path.absolute()}\0{size}{label_size}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def _mapped(path: Path, spans: Sequence[tuple[int, int]], sample_rate: int) -> Recordings:
+def _mapped(folder: Path, index: Mapping[str, Any], sample_rate: int) -> Recordings:
+    path = folder / SAMPLES_FILE
     samples = np.memmap(path, "<i2", "r") if path.stat().st_size else np.zeros(0, "<i2")
-    return Recordings(samples, [tuple(span) for span in spans], sample_rate)
+    labels = np.fromfile(folder / LABELS_FILE, "<i2")
+    spans, label_spans = ([tuple(span) for span in index[name]] for name in ("spans", "label_spans"))
+    return Recordings(samples, spans, sample_rate, labels if len(labels) else None, label_spans)
+
+
+def _labels_beside(path: Path) -> np.ndarray:
+    """int16 of the file beside a recording; none without one. Raises InputError for anything but whole numbers."""
+    beside = path.with_suffix(LABELS_ENDING)
+    if not beside.is_file():
+        return np.zeros(0, "<i2")
+    try:
+        labels = np.array(beside.read_text("utf-8").split(), np.int64)
+    except ValueError as error:
+        raise InputError(f"{beside} must hold whole numbers, separated by spaces: {error}", field="labels") from error
+    if len(labels) and not UNKNOWN <= labels.min() <= labels.max() < 1 << 15:
+        raise InputError(f"{beside}: labels must lie between {UNKNOWN} and 32767", field="labels")
+    return labels.astype("<i2")

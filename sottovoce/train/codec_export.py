@@ -54,7 +54,7 @@ def begin(
             f"a decoder of {config.output_sample_rate} Hz can be trained for that or for twice as much, not {wanted}",
             field="sample_rate",
         )
-    codec = _fresh(config) if is_new else load_codec(base)
+    codec = _fresh(config) if is_new else load_codec(base, dtype=torch.float32)  # whatever the file holds
     if wanted != config.output_sample_rate:
         data = doubled(data)
         codec = _widened(codec, CodecConfig.from_dict(data))

@@ -22,11 +22,12 @@ MIN_SHARE = 0.1  # of the mean usage: a code below it is taken for unused (the t
 
 class Quantized(NamedTuple):
     """`vectors` [B, D, T] for the decoder, `codes` int64 [B, K, T], `commitment`: a sum over frames, its mean over
-    codebooks and channels."""
+    codebooks and channels; `first` [B, D, T]: the share of the first codebook in `vectors`."""
 
     vectors: Tensor
     codes: Tensor
     commitment: Tensor
+    first: Tensor
 
 
 class TrainedQuantizer(nn.Module):
@@ -95,7 +96,8 @@ class TrainedQuantizer(nn.Module):
             # The slope of all books' terms at once, where autograd would keep a tensor for each.
             commitment = commitment + ((x - x.detach()) * (missing * (2 / x.shape[-1]))).sum()
             outputs.append(copies.project(x + (total - x).detach()))
-        return Quantized(outputs[0] + outputs[1], torch.stack(codes, dim=1), commitment / len(self._books))
+        vectors = outputs[0] + outputs[1]
+        return Quantized(vectors, torch.stack(codes, dim=1), commitment / len(self._books), outputs[0])
 
     @torch.no_grad()
     def update(self, step: int) -> None:

@@ -81,10 +81,12 @@ def train_codec(
     ranks = Ranks.join(device, is_sharded=False)
     torch.manual_seed(loop.seed)  # initial weights of what is new
     codec, codec_json = begin(base, sample_rate, is_new=is_new)
+    recordings = _recordings(data, out, codec.config.output_sample_rate, ranks, is_quiet)
+    if recipe.extent == "all":
+        recipe = replace(recipe, num_labels=recordings.num_labels)
     task = CodecTask(codec, recipe).to(ranks.device).train()
     trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
     optimizer = AdamW(trained, adam)
-    recordings = _recordings(data, out, codec.config.output_sample_rate, ranks, is_quiet)
     num_clips = len(recordings.spans)
     share = max(VALIDATION_SHARE, 1.01 / num_clips)  # one at least, if there are two
     train_on, validate_on = held_out(num_clips, share, MAX_VALIDATION_CLIPS, loop.seed)

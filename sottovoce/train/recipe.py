@@ -41,7 +41,7 @@ class TalkerRecipe:
         text_table: where the text embedding lies, frozen: on the "host", of which a batch takes the rows it needs, or
             on the "device". "trained" puts it on the device and trains it too.
         is_new: forget the weights of talker and predictor, and begin from random ones.
-        predictor_weight, chunk_frames, predictor_share, is_recomputed: see `TalkerTask`.
+        predictor_weight, chunk_frames, predictor_share, is_recomputed, frame_noise, dropout: see `TalkerTask`.
     """
 
     method: Method = "full"
@@ -54,6 +54,8 @@ class TalkerRecipe:
     chunk_frames: int = 128
     predictor_share: float = 1.0
     is_recomputed: bool = True
+    frame_noise: float = 0.0
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.method not in ("full", "lora", "qlora"):
@@ -68,6 +70,9 @@ class TalkerRecipe:
             raise InputError("adapters need weights to adapt, and change nothing else; train in full", field="method")
         if self.rank < 1 or self.chunk_frames < 1:
             raise InputError("rank and chunk_frames must be at least 1", field="rank")
+        for name in ("frame_noise", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}", field=name)
         if not 0 < self.predictor_share <= 1:
             raise InputError(
                 f"predictor_share must be above 0 and at most 1, got {self.predictor_share}", field="predictor_share"
@@ -115,6 +120,8 @@ def load_task(
         chunk_frames=recipe.chunk_frames,
         predictor_share=recipe.predictor_share,
         is_recomputed=recipe.is_recomputed,
+        frame_noise=recipe.frame_noise,
+        dropout=recipe.dropout,
     )
 
 

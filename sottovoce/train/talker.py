@@ -36,6 +36,11 @@ class TalkerTask(nn.Module):
         chunk_frames: frames that the predictor works on at once: memory against launches, the same gradients.
         predictor_share: train the predictor on a random share of the frames, scaled up: right on average, cheaper.
         is_recomputed: False keeps everything for the backward pass.
+        frame_noise: share of the frames that are read, in training, with codes of other frames of the batch, and share
+            of those that have such codes after the first. A small talker from nothing otherwise learns its clips by
+            heart, each of which a few frames give away, before it learns to read (Bowman et al. did so with words,
+            https://arxiv.org/abs/1511.06349).
+        dropout: of what goes into the talker and of what each layer adds, in training.
     """
 
     def __init__(
@@ -46,9 +51,11 @@ class TalkerTask(nn.Module):
         chunk_frames: int = 128,
         predictor_share: float = 1.0,
         is_recomputed: bool = True,
+        frame_noise: float = 0.0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.network = network
+        self.network, self.frame_noise, self.dropout = network, frame_noise, dropout
         self.chunk_frames, self.predictor_share, self.is_recomputed = chunk_frames, predictor_share, is_recomputed
         self.num_codebooks = network.config.talker.num_code_groups
         rest = predictor_weight / (self.num_codebooks - 1)
@@ -97,16 +104,31 @@ class TalkerTask(nn.Module):
         x = F.embedding(batch.text_at.view(-1), text)
         x = x.index_add(0, batch.control_at, talker.codec_embedding(batch.control_ids))
         if len(batch.frame_at):
-            frames = [self.network.frame_embedding(codes) for codes in batch.frame_codes.split(EMBED_FRAMES)]
+            read = self._with_noise(batch.frame_codes)
+            frames = [self.network.frame_embedding(codes) for codes in read.split(EMBED_FRAMES)]
             x = x.index_add(0, batch.frame_at, torch.cat(frames))
         if len(batch.vector_at):
             x = x.index_add(0, batch.vector_at, batch.vectors.to(x.dtype))
-        x = x.view(num_rows, num_positions, -1)
+        x = self._dropped(x.view(num_rows, num_positions, -1))
         positions = torch.arange(num_positions, device=x.device).expand(num_rows, -1)
         rope = rope_tables(positions, talker.decoder.frequencies, x.dtype)
         for layer in talker.decoder.layers:  # padding stands at the end, where a causal mask hides it
-            x = self._recomputed(layer, x, rope, None, None, True)
+            before, x = x, self._recomputed(layer, x, rope, None, None, True)
+            if self.dropout and self.training:
+                x = before + self._dropped(x - before)
         return self._recomputed(talker.decoder.norm, x).flatten(0, 1)
+
+    def _with_noise(self, codes: Tensor) -> Tensor:
+        """Frames' codes [M, K] as they are read in training, see `frame_noise`."""
+        if not (self.frame_noise and self.training):
+            return codes
+        others = codes[torch.randperm(len(codes), device=codes.device)]
+        is_other = torch.rand(2, len(codes), device=codes.device) < self.frame_noise
+        is_late = torch.arange(codes.shape[1], device=codes.device) > 0
+        return torch.where(is_other[0, :, None] | (is_other[1, :, None] & is_late), others, codes)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.dropout and self.training else x
 
     def _first_sum(self, hidden: Tensor, at: Tensor, labels: Tensor) -> Tensor:
         total = torch.zeros((), device=hidden.device)

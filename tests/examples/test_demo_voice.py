@@ -58,11 +58,29 @@ def test_sentences_of_fortunes_are_whole_and_readable():
 
 def test_clips_have_little_silence_and_one_level():
     tone = 0.2 * np.sin(np.arange(24_000) / 10).astype(np.float32)
-    clip = speak.level(np.concatenate([np.zeros(20_000, np.float32), tone, np.zeros(30_000, np.float32)]))
+    clip, start = speak.level(np.concatenate([np.zeros(20_000, np.float32), tone, np.zeros(30_000, np.float32)]))
+    assert start == pytest.approx(20_000 - speak.BEFORE_S * 24_000, abs=5)
     assert abs(len(clip) / 24_000 - 1 - speak.BEFORE_S - speak.AFTER_S) < 0.01
     assert np.sqrt(np.mean(clip**2)) == pytest.approx(speak.LEVEL, rel=1e-3)
     with pytest.raises(ValueError, match="silence"):
         speak.level(np.zeros(1000, np.float32))
+
+
+def test_labels_are_the_phones_in_the_middle_of_each_40_ms():
+    labels = speak.labels_of("pau:0.1 hh:0.2 ay:0.3 new:0.4 ", 0.05, 0.39)
+    names = [speak.PHONES[label] if label >= 0 else "?" for label in labels]
+    assert names == ["pau", "hh", "hh", "hh", "ay", "ay", "?", "?", "?"]
+
+
+@needs_synthesizers
+def test_flite_tells_where_its_phones_are(tmp_path):
+    line = {"text": "Six.", "speaker": "alto", "language": "english"}
+    samples, labels = speak.synthesize(line, kit.find_kit(None, tmp_path / "kit"), tmp_path / "six.wav")
+    told = [speak.PHONES[label] for label in labels]
+    assert list(dict.fromkeys(told)) == ["pau", "s", "ih", "k"] and len(told) == int(len(samples) / 960)
+    blocks = samples[: len(told) * 960].reshape(-1, 960)
+    hissing = np.abs(np.diff(blocks, axis=1)).mean(1) / np.abs(blocks).mean(1)
+    assert hissing[np.array(told) == "s"].mean() > 2 * hissing[np.array(told) == "ih"].mean()
 
 
 @needs_synthesizers

@@ -8,7 +8,15 @@ import soundfile
 import torch
 
 from sottovoce.audio.io import write_audio
-from sottovoce.train.codec_data import PieceStream, Recordings, collate, gather_recordings, whole_batches
+from sottovoce.train.codec_data import (
+    LABEL_SAMPLES,
+    UNKNOWN,
+    PieceStream,
+    Recordings,
+    collate,
+    gather_recordings,
+    whole_batches,
+)
 from sottovoce.types import InputError
 
 
@@ -89,3 +97,43 @@ def test_whole_clips_in_batches_of_like_lengths():
     batches = whole_batches(recordings(), [0, 1], max_s=2.0, max_batch_s=2.5)
     assert [batch.num_samples for batch in batches] == [(12_000,), (48_000,)]
     assert batches[0].inputs.shape == (1, 7 * 1920)
+
+
+def test_labels_lie_beside_recordings_and_are_cut_with_them(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, count in (("a", 60_000), ("b", 48_000)):
+        write_audio(tmp_path / f"{name}.wav", (0.1 * rng.standard_normal(count)).astype(np.float32), 24_000)
+    told = np.arange(60_000 // LABEL_SAMPLES)
+    (tmp_path / "a.labels").write_text(" ".join(map(str, told)))
+    for _ in range(2):  # read, and read again from what was written
+        recordings = gather_recordings(tmp_path, tmp_path / "out", 24_000)
+        assert recordings.num_labels == told.max() + 1
+    assert recordings.read_labels(0, 0, 5).tolist() == [0, 1, 2, 3, 4]
+    assert recordings.read_labels(0, 10 * LABEL_SAMPLES + 400, 3).tolist() == [10, 11, 12]  # of the nearest
+    assert recordings.read_labels(0, 59_000, 4).tolist() == [61, UNKNOWN, UNKNOWN, UNKNOWN]
+    assert recordings.read_labels(1, 0, 4).tolist() == [UNKNOWN] * 4
+    batch = PieceStream(recordings, [0], 3, 12)[0]
+    assert batch.labels.shape == (3, 24) and (batch.labels.diff(dim=1) == 1).all()
+    first, second = batch.split()
+    assert torch.equal(torch.cat((first.labels, second.labels)), batch.labels)
+    (whole,) = whole_batches(recordings, [0, 1], 2.0, 100.0)
+    assert whole.labels.shape == (2, 50)
+    assert sorted(row[0].item() for row in whole.labels) == [UNKNOWN, 0]
+
+
+@pytest.mark.parametrize("text", ["1 2 x", "1 -7 2", "40000"])
+def test_labels_that_are_none_leave_a_recording_out(tmp_path, text):
+    write_audio(tmp_path / "a.wav", tone(1.0), 24_000)
+    write_audio(tmp_path / "b.wav", tone(1.0), 24_000)
+    (tmp_path / "a.labels").write_text(text)
+    reasons = {}
+    recordings = gather_recordings(tmp_path, tmp_path / "out", 24_000, reasons.__setitem__)
+    assert len(recordings.spans) == 1 and recordings.labels is None
+    (reason,) = reasons.values()
+    assert "labels" in reason
+
+
+def test_without_labels_there_are_none(tmp_path):
+    write_audio(tmp_path / "a.wav", tone(2.0), 24_000)
+    recordings = gather_recordings(tmp_path, tmp_path / "out", 24_000)
+    assert recordings.num_labels == 0 and PieceStream(recordings, [0], 2, 5)[0].labels is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sottovoce.train.codec import CodecRecipe, CodecTask
-from sottovoce.train.codec_data import CodecBatch, PieceStream, Recordings, collate
+from sottovoce.train.codec_data import UNKNOWN, CodecBatch, PieceStream, Recordings, collate
 from sottovoce.train.codec_passes import CodecSlices
 from sottovoce.train.loop import Loop, LoopOptions
 from sottovoce.train.optim import AdamOptions, AdamW
@@ -52,6 +52,50 @@ def test_each_extent_trains_what_it_says_cut_or_not(extent):
     assert not any(n.endswith(("cluster_usage", "embed_sum")) for n in trained)
     for name in trained:
         assert (ours[name] - plain[name]).norm() <= 1e-3 * plain[name].norm() + 1e-6, name
+
+
+def labelled(seed: int = 0) -> CodecBatch:
+    """Pieces of a high or a low tone each 160 ms, and which it is."""
+    rng = np.random.default_rng(seed)
+    told = rng.integers(2, size=(4, 3)).repeat(4, axis=1)  # two a frame
+    hz = np.where(told.repeat(960, axis=1), 2000.0, 200.0)
+    sound = 0.3 * np.sin(2 * np.pi * np.cumsum(hz, axis=1) / 24_000)
+    told[0, :2] = UNKNOWN
+    return dataclasses.replace(collate(list(sound.astype(np.float32)), 6, 24_000), labels=torch.from_numpy(told))
+
+
+def test_labels_teach_the_encoder_what_the_first_codebook_is_to_tell():
+    recipe = CodecRecipe("all", num_labels=2, mel=0.0, stft=0.0, wave=0.0, commitment=0.01, labels=1.0)
+    torch.manual_seed(0)
+    task = CodecTask(random_codec(), recipe).train()
+    batch = labelled()
+    assert task.counts(batch)["labels"] == 46
+    found = gradients(task, batch)
+    assert found["codec.encoder.encoder.layers.0.conv.weight"].abs().sum() > 0
+    assert not any("label_head" in name for name in task.exported())
+    trained = {name: p for name, p in task.named_parameters() if p.requires_grad}
+    optimizer = AdamW(trained, AdamOptions(weight_decay=0.0))
+
+    def error() -> float:
+        with torch.no_grad():
+            return float(task.eval()(labelled(1))["label_error"]) / 46
+
+    before = error()
+    task.train()
+    for step in range(60):
+        optimizer.begin_step(3e-3)
+        gradients(task, labelled(step + 2))
+        optimizer.apply()
+        task.after_step(step + 1)
+    assert error() < 0.2 < 0.3 < before
+
+
+def test_without_the_encoder_or_without_labels_nothing_is_told():
+    for recipe in (CodecRecipe("decoder", num_labels=2), CodecRecipe("all")):
+        task = CodecTask(random_codec(), recipe)
+        assert task.label_head is None and "labels" not in task(labelled())
+    task = CodecTask(random_codec(), CodecRecipe("all", num_labels=2)).train()
+    assert "labels" not in task(batch()) and "labels" not in task.counts(batch())
 
 
 def test_halves_of_a_batch_add_up():

@@ -14,7 +14,7 @@ from sottovoce.train.loop import Loop, LoopOptions
 from sottovoce.train.optim import AdamOptions, AdamW
 from sottovoce.train.recipe import TalkerRecipe, prepare_network
 from sottovoce.train.talker import TalkerTask
-from sottovoce.types import Sampling
+from sottovoce.types import InputError, Sampling
 from tests.train.talker_cases import codes_of, examples, load
 
 END = 2150
@@ -128,6 +128,25 @@ def test_company_and_padding_change_nothing():
     for name, value in together.items():
         torch.testing.assert_close(value, sum(task(half)[name] for half in halves), rtol=1e-10, atol=0)
     assert collate(cases[:1], END).split() is None
+
+
+def test_noise_and_dropout_disturb_what_is_read_in_training_and_nothing_else():
+    network, batch = load("base"), collate(examples("base"), END)
+    plain = TalkerTask(network).eval()(batch)
+    noisy = TalkerTask(network, frame_noise=0.3)
+    codes = batch.frame_codes.repeat(200, 1)
+    torch.manual_seed(0)
+    is_other = noisy._with_noise(codes) != codes
+    assert abs(is_other[:, 0].float().mean() - 0.3) < 0.05  # few codes are alike by chance
+    assert abs(is_other[:, 1:].float().mean() - (1 - 0.7**2)) < 0.05
+    assert (is_other[:, 1:].float().mean(1) > 0.9).float().mean() > 0.4  # all of a frame's or none
+    for task in (noisy, TalkerTask(network, dropout=0.2)):
+        first, second = task(batch), task(batch)
+        assert first["codebook_0"] != second["codebook_0"] and first["codebook_9"] != second["codebook_9"]
+        assert all(value == plain[name] for name, value in task.eval()(batch).items())
+        gradients(task.train(), batch)
+    with pytest.raises(InputError, match="frame_noise"):
+        TalkerRecipe(frame_noise=1.0)
 
 
 def test_a_share_of_the_frames_is_right_on_average():
