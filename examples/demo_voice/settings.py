@@ -53,6 +53,7 @@ class Settings:
         talker_tokens: positions a batch of the talker's training.
         codec_rate, talker_rate: learning rates.
         warmup: steps until the talker's.
+        frame_noise, dropout: of the talker's training.
         budgets_s: by stage, how long it trains; the other stages take what they take.
         steps: by stage, instead of a time.
         validate_every: steps between validations.
@@ -71,6 +72,8 @@ class Settings:
     codec_rate: float
     talker_rate: float
     warmup: int
+    frame_noise: float
+    dropout: float
     budgets_s: Mapping[str, float]
     steps: Mapping[str, int]
     validate_every: int
@@ -129,7 +132,7 @@ def control_codes(codebook_size: int) -> dict[str, Any]:
 
 FULL = Settings(
     hours=28.0,
-    codec_hours=5.0,
+    codec_hours=12.0,
     english_share=0.7,
     num_unseen=100,
     vocab_size=4096,
@@ -140,9 +143,11 @@ FULL = Settings(
     codec_rate=5e-4,
     talker_rate=1e-3,
     warmup=300,
-    budgets_s={"codec": 340.0, "talker": 440.0},
+    frame_noise=0.25,
+    dropout=0.1,
+    budgets_s={"codec": 420.0, "talker": 440.0},
     steps={},
-    validate_every=1000,
+    validate_every=500,
     model=talker_sizes(256, 512, 5, 128, 3, 64),
     codec=codec_sizes(256, 128, 128, 3, 16, 32, 512),
 )

@@ -1,5 +1,5 @@
 """Stage 2: the sentences, spoken. One WAV of 24 kHz, mono, a sentence, and `clips.jsonl` that names them all with their
-texts, as `sottovoce train prepare` reads it. Beside those of flite, which tells what it says when, labels: the phones, as
+texts, as `sottovoce train prepare` reads it. flite tells what it says when: beside its clips lie labels, the phones, as
 `sottovoce train codec` reads them.
 
 Works on all cores, and goes on where it was: what is there is not spoken again. Silence before and after is cut down

@@ -75,7 +75,8 @@ class Trainer:
         command = [
             "talker", "--model", self._path("start"), "--data", self._path("set"), "--new", "--text-table", "trained",
             "--preset", "speakers", "--batch-tokens", s.talker_tokens, "--chunk-frames", s.talker_tokens, "--keep-all",
-            "--learning-rate", s.talker_rate, "--warmup", s.warmup, "--dtype", "float32", "--state-bits", 32,
+            "--learning-rate", s.talker_rate, "--warmup", s.warmup, "--frame-noise", s.frame_noise,
+            "--dropout", s.dropout, "--dtype", "float32", "--state-bits", 32,
         ]  # fmt: skip
         return self._train("talker", command)
 

@@ -201,7 +201,7 @@ def _decode(file: Any, name: str, field: str, max_s: float | None) -> tuple[np.n
             rate, num_samples = sound.samplerate, 0
             block_samples = _FLAC_BLOCK_SAMPLES if sound.format == "FLAC" else _BLOCK_SAMPLES
             while len(block := sound.read(block_samples, dtype="float32", always_2d=True)):
-                blocks.append(block.mean(axis=1))
+                blocks.append(block[:, 0] if block.shape[1] == 1 else block.mean(axis=1))
                 num_samples += len(block)
                 if max_s is not None and num_samples > max_s * rate:
                     break

@@ -169,6 +169,6 @@ def _promised_s(path: Path, info: soundfile._SoundFileInfo) -> float:
 def _loudness_db(samples: np.ndarray) -> float:
     """Level of the loudest tenth of the clip's blocks, dB below full scale."""
     size = int(_BLOCK_S * SAMPLE_RATE)
-    blocks = samples[: len(samples) // size * size].reshape(-1, size).astype(np.float64)
-    power = np.sort((blocks**2).mean(axis=1))[-max(1, len(blocks) // 10) :].mean()
+    blocks = samples[: len(samples) // size * size].reshape(-1, size)
+    power = np.sort(np.einsum("ij,ij->i", blocks, blocks) / size)[-max(1, len(blocks) // 10) :].mean()
     return float(10 * np.log10(power + 1e-20))

@@ -1,7 +1,7 @@
 """Recordings to batches of pieces for the codec: decoded once into one file of samples, then cut at random.
 
-A recording may have labels beside it, in a file of its name that ends in ".labels": one whole number for each 40 ms from
-its beginning, separated by spaces, such as the phones that are spoken; -1 is not known. See `codec.CodecRecipe.labels`.
+A recording may have labels beside it, in a file of its name that ends in ".labels": one whole number for each 40 ms,
+separated by spaces, such as the phones that are spoken; -1 is not known. See `codec.CodecRecipe.labels`.
 
 Everything random follows from (seed, batch), so batch n is the same whenever it is asked for. Knows no codec.
 """
@@ -87,7 +87,7 @@ class Recordings:
     Args:
         sample_rate: of what is stored.
         spans: first sample and number of samples of each recording.
-        labels: of all recordings, one after the other, int16; `label_spans` says where: none for most if that is 0 long.
+        labels: of all recordings, one after the other, int16; `label_spans` says where: the first, and how many.
     """
 
     def __init__(

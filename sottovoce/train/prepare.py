@@ -32,7 +32,7 @@ SHARD_CLIPS = 256
 BATCH_S = 120.0  # seconds of sound that are encoded together
 PENDING_S = 1200.0  # that wait to be sorted by length: 115 MB
 READERS = 4  # threads that read recordings ahead
-READ_AHEAD = 64  # recordings
+MIN_AHEAD, AHEAD_A_SECOND = 64, 0.1  # recordings that are read ahead, of each second that waits
 
 # A line, its codes, the codes of its reference and its speaker vector, where there are such.
 _Done = tuple[Line, np.ndarray, np.ndarray | None, np.ndarray | None]
@@ -162,7 +162,7 @@ class Preparer:
 
         num_samples = 0
         with ThreadPoolExecutor(READERS) as pool:
-            for line, reading in _ahead(pool, self._read, lines):
+            for line, reading in _ahead(pool, self._read, lines, max(MIN_AHEAD, int(AHEAD_A_SECOND * self.pending_s))):
                 if isinstance(line, Dropped):
                     dropped.append(line)
                     continue
@@ -216,13 +216,13 @@ def codec_digest(model: Path) -> str:
 
 
 def _ahead(
-    pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any]
+    pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], count: int
 ) -> Iterator[tuple[Any, Future]]:
-    """Each item and its work, of which no more than `READ_AHEAD` are begun before they are asked for."""
+    """Each item and its work, of which no more than `count` are begun before they are asked for."""
     begun: deque[tuple[Any, Future]] = deque()
     for item in items:
         begun.append((item, pool.submit(work, item)))
-        if len(begun) == READ_AHEAD:
+        if len(begun) >= count:
             yield begun.popleft()
     yield from begun
 
