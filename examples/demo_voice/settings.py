@@ -53,7 +53,7 @@ class Settings:
         talker_tokens: positions a batch of the talker's training.
         codec_rate, talker_rate: learning rates.
         warmup: steps until the talker's.
-        frame_noise, dropout: of the talker's training.
+        frame_noise, dropout, predictor_share: of the talker's training.
         budgets_s: by stage, how long it trains; the other stages take what they take.
         steps: by stage, instead of a time.
         validate_every: steps between validations.
@@ -74,6 +74,7 @@ class Settings:
     warmup: int
     frame_noise: float
     dropout: float
+    predictor_share: float
     budgets_s: Mapping[str, float]
     steps: Mapping[str, int]
     validate_every: int
@@ -145,6 +146,7 @@ FULL = Settings(
     warmup=300,
     frame_noise=0.25,
     dropout=0.1,
+    predictor_share=0.5,
     budgets_s={"codec": 420.0, "talker": 440.0},
     steps={},
     validate_every=500,

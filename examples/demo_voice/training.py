@@ -76,7 +76,7 @@ class Trainer:
             "talker", "--model", self._path("start"), "--data", self._path("set"), "--new", "--text-table", "trained",
             "--preset", "speakers", "--batch-tokens", s.talker_tokens, "--chunk-frames", s.talker_tokens, "--keep-all",
             "--learning-rate", s.talker_rate, "--warmup", s.warmup, "--frame-noise", s.frame_noise,
-            "--dropout", s.dropout, "--dtype", "float32", "--state-bits", 32,
+            "--dropout", s.dropout, "--predictor-share", s.predictor_share, "--dtype", "float32", "--state-bits", 32,
         ]  # fmt: skip
         return self._train("talker", command)
 
