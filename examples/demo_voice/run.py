@@ -33,10 +33,11 @@ PART_BYTES = 15 << 20
 MANY_CORES = 8
 # What a stage leaves; with one of these there, it is not done again. (What was carried here lacks earlier stages'.)
 RESULTS = {
-    "sentences": ("sentences.jsonl",), "unseen": ("unseen/clips.jsonl", "set/manifest.json"),
+    "sentences": ("sentences.jsonl",),
     "some_speech": ("speech/some.jsonl", "codec/codec"), "codec_start": ("codec_start", "codec/codec"),
     "codec": ("codec/codec",), "start": ("start",), "speech": ("speech/clips.jsonl", "set/manifest.json"),
     "set": ("set/manifest.json",), "talker": ("talker/model", "model"), "model": ("model",),
+    "unseen": ("unseen/clips.jsonl",),
 }  # fmt: skip
 
 
@@ -47,9 +48,10 @@ class Recipe:
         self.work, self.settings, self.clock, self.archive = work, settings, clock, kit
         self.trainer = Trainer(work, settings, clock, device)
         self.stages: dict[str, Callable[[], bool]] = {
-            "sentences": self.sentences, "unseen": self.unseen, "some_speech": self.some_speech,
+            "sentences": self.sentences, "some_speech": self.some_speech,
             "codec_start": self.codec_start, "codec": self.codec, "start": self.start, "speech": self.speech,
             "set": self.trainer.prepare, "talker": self.trainer.talker, "model": self.model,
+            "unseen": self.unseen,
         }  # fmt: skip
 
     def sentences(self) -> bool:
@@ -58,6 +60,7 @@ class Recipe:
         return True
 
     def unseen(self) -> bool:
+        """What the model is measured with."""
         return self._speak("unseen", "unseen")
 
     def some_speech(self) -> bool:

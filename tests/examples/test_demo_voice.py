@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -172,8 +173,8 @@ def test_the_whole_recipe_in_a_tiny_size(tmp_path):
     assert done.returncode == 0, done.stderr
     tmp_path /= "two"
     stages = [row.split(",")[0] for row in (tmp_path / "times.csv").read_text().splitlines()[1:]]
-    begun = ["sentences", "unseen", "some_speech", "codec_start", "codec", "start", "speech", "set"]
-    assert stages == [*begun, "start", "talker", "model"]
+    begun = ["sentences", "some_speech", "codec_start", "codec", "start", "speech", "set"]
+    assert stages == [*begun, "start", "talker", "model", "unseen"]
     rows = (tmp_path / "curves" / "talker-train.csv").read_text().splitlines()[1:]
     losses = [float(row.split(",")[1]) for row in rows]
     assert losses[-1] < losses[0] - 0.5
@@ -181,3 +182,8 @@ def test_the_whole_recipe_in_a_tiny_size(tmp_path):
         speech = tts.generate("Hello.", voice="bass", max_frames=10, retries=0)
         assert tts.speakers == [speaker.name for speaker in SPEAKERS] and np.isfinite(speech.samples).all()
     assert "| bass | flite rms | english |" in (tmp_path / "model" / "README.md").read_text()
+    command = [sys.executable, RECIPE / "page.py", "--work", tmp_path, "--out", tmp_path / "page", "--texts", "1"]
+    drawn = call(command)
+    assert drawn.returncode == 0, drawn.stderr
+    shown = re.findall(r"(?:src=.|\]\()(page/[\w.-]+)", (tmp_path / "page.md").read_text())
+    assert len(shown) == 3 + 1 + 6 + 2 and all((tmp_path / name).stat().st_size for name in shown)
