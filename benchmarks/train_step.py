@@ -1,7 +1,7 @@
 """A training step of the demo voice's codec, operation by operation and as a CUDA graph; discriminators do not join, or
 do.
 
-    python benchmarks/train_step.py [--rows 64] [--steps 10] [--only-operations]
+    python benchmarks/train_step.py [--rows 16] [--steps 10] [--only-operations] [--profile]
 
 Random weights in the sizes of examples/demo_voice, synthetic sounds; nothing is read or written. Every row goes through
 the ordinary loop. `gradient_error` is the distance between the gradients of both ways, relative, in full precision.
@@ -36,6 +36,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples" / "demo_voice"))
 from settings import FULL
 
 PIECE_SAMPLES = 4 << 20  # all at once, as the trainer does where there is room
+GAN_S, GAN_WIDTH = 0.5, 16  # of each piece that discriminators see; channels of their first layers
 NO_WORK = ("aten::empty", "aten::detach", "aten::new_empty", "aten::_unsafe_view", "aten::lift")
 
 
@@ -49,7 +50,7 @@ def demo_config() -> CodecConfig:
 
 def make(config: CodecConfig, has_gan: bool, device: torch.device) -> tuple[CodecTask, AdamW]:
     recipe = CodecRecipe(
-        "all", gan_from_step=0 if has_gan else None, gan_warmup_steps=0, gan_s=FULL.gan_s, gan_width=FULL.gan_width
+        "all", gan_from_step=0 if has_gan else None, gan_warmup_steps=0, gan_s=GAN_S, gan_width=GAN_WIDTH
     )
     task = CodecTask(random_codec(config, device), recipe, CodecSlices()).to(device).train()
     task.reconstruction.piece_samples = PIECE_SAMPLES
@@ -158,10 +159,36 @@ def operations(config: CodecConfig, has_gan: bool) -> dict[str, int]:
     return dict(counting.counts)
 
 
+def kernels(config: CodecConfig, batch: CodecBatch, steps: int = 3) -> list[dict]:
+    """The 20 kernels that take most of a captured step, without discriminators."""
+    from torch.profiler import ProfilerActivity, profile
+
+    task, optimizer = make(config, False, torch.device("cuda"))
+    first = WARM_RUNS + 3
+    with tempfile.TemporaryDirectory() as folder:
+        options = LoopOptions(max_steps=first + steps, learning_rate=1e-5, has_graphs=True)
+        loop = Loop(task, optimizer, Same(batch), Path(folder), options, is_quiet=True)
+        for step in range(first):
+            loop.step(step)
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for step in range(first, first + steps):
+                loop.step(step)
+            torch.cuda.synchronize()
+        loop._worker.shutdown()
+    events = [event for event in found.key_averages() if event.device_time_total]
+    total_us = sum(event.device_time_total for event in events)
+    return [
+        {"kernel": event.key[:70], "ms_a_step": event.device_time_total / 1000 / steps, "calls": event.count / steps,
+         "share": event.device_time_total / total_us}
+        for event in sorted(events, key=lambda event: -event.device_time_total)[:20]
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=FULL.codec_rows)
     parser.add_argument("--steps", type=int, default=10, help="timed")
+    parser.add_argument("--profile", action="store_true", help="which kernels take the time of a captured step")
     parser.add_argument("--only-operations", action="store_true", help="no GPU is needed")
     args = parser.parse_args()
     config = demo_config()
@@ -169,6 +196,9 @@ def main() -> None:
     if args.only_operations:
         return
     batch, rows = sounds(args.rows, round(FULL.codec_s * 12.5)), []
+    if args.profile:
+        print_table(kernels(config, batch))
+        return
     for has_gan in (False, True):
         for has_graphs in (False, True):
             try:
