@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 
 from common import SIZES, make_engine, print_table, random_codec, random_network, random_plan
+from plan_check import context_bytes
 
 SETTINGS: dict[str, dict[str, str]] = {
     "as is": {},
@@ -61,15 +62,10 @@ def work(size: str, weights: str) -> dict[str, float]:
     """The steps in this process: MB beside the allocator after each."""
     import torch
 
-    from sottovoce.memory.nvidia import read_cards
-
     found: dict[str, float] = {}
     for name in steps(size, weights):
-        mine = [p.used_bytes for card in read_cards() for p in card.processes if p.pid == os.getpid() and p.used_bytes]
-        free_bytes, total_bytes = torch.cuda.mem_get_info()
-        used = mine[0] if mine else total_bytes - free_bytes
-        found[name] = (used - torch.cuda.memory_reserved()) / 1e6
-    return {**found, "reserved": torch.cuda.memory_reserved() / 1e6, "process": used / 1e6}
+        found[name] = context_bytes(torch.device("cuda", 0), is_alone=True)[0] / 1e6
+    return {**found, "reserved": torch.cuda.memory_reserved() / 1e6}
 
 
 def main() -> None:

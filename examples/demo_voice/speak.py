@@ -32,7 +32,7 @@ SILENCE = 0.01  # of the peak: quieter samples at either end are silence
 BEFORE_S, AFTER_S = 0.06, 0.16  # that stay
 CHUNK = 32  # sentences a worker takes at once
 LABEL_S = 0.04  # as `sottovoce.train.codec_data` has it
-# Of flite's English voices (lang/usenglish/us_phoneset.c).
+# Of flite's English voices; whatever else it tells is not known.
 PHONES = (
     "aa", "ae", "ah", "ao", "aw", "ax", "axr", "ay", "b", "ch", "d", "dh", "dx", "eh", "el", "em", "en", "er", "ey",
     "f", "g", "hh", "hv", "ih", "iy", "jh", "k", "l", "m", "n", "nx", "ng", "ow", "oy", "p", "r", "s", "sh", "t", "th",

@@ -41,3 +41,14 @@ Weights = Annotated[
 Kv = Annotated[str | None, flag("--kv", help="Keys and values: full or fp8. Default: the best that fits.")]
 Json = Annotated[bool, flag("--json", help="Answer as JSON on standard output.")]
 Out = Annotated[Path, flag("--out", "-o", help="Where to write.")]
+
+Minutes = Annotated[
+    float | None, flag("--minutes", help="Time after which it ends, and over which the rate falls. Default: none.")
+]
+
+
+def training_length(steps: int | None, minutes: float | None, default_steps: int) -> dict[str, Any]:
+    """`max_steps` and `max_s` of a training's loop. With minutes alone, they end it."""
+    if steps is None:
+        steps = default_steps if minutes is None else 10**9
+    return {"max_steps": steps, "max_s": None if minutes is None else 60 * minutes}

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sottovoce.cli.options import Device, Json, Model, Offline, Revision, flag
+from sottovoce.cli.options import Device, Json, Minutes, Model, Offline, Revision, flag, training_length
 
 train = typer.Typer(name="train", help="Prepare recordings, and fine-tune on them.", no_args_is_help=True)
 
@@ -112,9 +112,7 @@ def talker(
     steps: Annotated[
         int | None, flag("--steps", help="Updates of the weights in all. Default: 1000, or what --minutes allow.")
     ] = None,
-    minutes: Annotated[
-        float | None, flag("--minutes", help="Time after which it ends, and over which the rate falls.")
-    ] = None,
+    minutes: Minutes = None,
     learning_rate: Rate = None,
     batch_tokens: Tokens = 4096,
     accumulate: Accumulate = 1,
@@ -181,7 +179,7 @@ def talker(
         is_recomputed=not keep_all, frame_noise=frame_noise, dropout=dropout,
     )  # fmt: skip
     loop = LoopOptions(
-        max_steps=steps or (10**9 if minutes else 1000), max_s=60 * minutes if minutes else None,
+        **training_length(steps, minutes, 1000),
         accumulate=accumulate, learning_rate=learning_rate or default_rate(recipe),
         warmup_steps=warmup, schedule=schedule, max_grad_norm=None if fused else max_grad_norm or None, is_fused=fused,
         validate_every=validate_every, patience=patience, save_every=save_every, preview_every=preview_every, seed=seed,

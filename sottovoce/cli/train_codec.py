@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from sottovoce.cli.options import Device, Json, Model, Offline, Revision, flag
+from sottovoce.cli.options import Device, Json, Minutes, Model, Offline, Revision, flag, training_length
 
 
 def train_codec(
@@ -41,9 +41,7 @@ def train_codec(
     steps: Annotated[
         int | None, flag("--steps", help="Updates of the weights in all. Default: 10000, or what --minutes allow.")
     ] = None,
-    minutes: Annotated[
-        float | None, flag("--minutes", help="Time after which it ends, and over which the rate falls.")
-    ] = None,
+    minutes: Minutes = None,
     learning_rate: Annotated[
         float | None, flag("--learning-rate", "--lr", help="Default: 2e-5, from nothing 3e-4.")
     ] = None,
@@ -89,7 +87,7 @@ def train_codec(
     from sottovoce.train.optim import AdamOptions
 
     loop = LoopOptions(
-        max_steps=steps or (10**9 if minutes else 10_000), max_s=60 * minutes if minutes else None,
+        **training_length(steps, minutes, 10_000),
         learning_rate=learning_rate or (3e-4 if new else 2e-5), is_fused=fused, seed=seed,
         max_grad_norm=None if fused else max_grad_norm or None, validate_every=validate_every, save_every=save_every,
         preview_every=preview_every,

@@ -26,6 +26,7 @@ from sottovoce.train.clips import AUDIO_ENDINGS, reason_of
 from sottovoce.types import FRAME_SAMPLES, SAMPLE_RATE, InputError
 
 MIN_S = 0.5
+VERSION = 2  # of what is written beside the samples
 SAMPLES_FILE, INDEX_FILE, LABELS_FILE = "audio.i16", "audio.json", "labels.i16"
 LABELS_A_FRAME = 2
 LABEL_SAMPLES = FRAME_SAMPLES // LABELS_A_FRAME  # at 24 kHz
@@ -106,7 +107,7 @@ class Recordings:
     @property
     def num_labels(self) -> int:
         """How many different ones there are, counted from 0; 0 without any."""
-        return 0 if self.labels is None or not len(self.labels) else int(self.labels.max()) + 1
+        return 0 if self.labels is None else int(self.labels.max()) + 1
 
     def read_labels(self, index: int, start: int, count: int) -> np.ndarray:
         """int64 [count]: those at the middle of each 40 ms from sample `start` on."""
@@ -290,7 +291,7 @@ def _audio_of(line: str) -> str:
 
 
 def _key(paths: Sequence[Path], sample_rate: int) -> str:
-    digest = hashlib.sha256(str(sample_rate).encode())
+    digest = hashlib.sha256(f"{VERSION} {sample_rate}".encode())
     for path in paths:
         size = path.stat().st_size if path.is_file() else -1
         beside = path.with_suffix(LABELS_ENDING)

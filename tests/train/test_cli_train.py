@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 
+import pytest
+
+from sottovoce.cli.options import training_length
 from tests.train.talker_cases import folder_of
 from tests.train.voices import good_set, write_set
 
@@ -73,3 +76,14 @@ def test_talker_and_decoder_together(sottovoce, tmp_path):
     assert json.loads(done.out)["steps"] == 1
     done = sottovoce("say", "Hello.", "--model", "run/model", "--voice", "bob", "--max-frames", 2, "-o", "hello.wav")
     assert done.status == 0, done.err
+
+
+@pytest.mark.parametrize(
+    "steps, minutes, expected",
+    [
+        (None, None, (70, None)), (5, None, (5, None)), (None, 0.5, (10**9, 30.0)), (5, 2.0, (5, 120.0)),
+        (0, 0.0, (0, 0.0)),
+    ],
+)
+def test_a_training_ends_by_steps_or_minutes(steps, minutes, expected):
+    assert tuple(training_length(steps, minutes, 70).values()) == expected

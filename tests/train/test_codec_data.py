@@ -133,6 +133,18 @@ def test_labels_that_are_none_leave_a_recording_out(tmp_path, text):
     assert "labels" in reason
 
 
+def test_what_an_older_version_wrote_is_read_again(tmp_path, monkeypatch):
+    write_audio(tmp_path / "a.wav", tone(2.0), 24_000)
+    monkeypatch.setattr("sottovoce.train.codec_data.VERSION", 1)
+    gather_recordings(tmp_path, tmp_path / "out", 24_000)
+    index = json.loads((tmp_path / "out" / "audio.json").read_text())
+    del index["label_spans"]  # as version 1 had it
+    (tmp_path / "out" / "audio.json").write_text(json.dumps(index))
+    (tmp_path / "out" / "labels.i16").unlink()
+    monkeypatch.undo()
+    assert gather_recordings(tmp_path, tmp_path / "out", 24_000).total_s == 2.0
+
+
 def test_without_labels_there_are_none(tmp_path):
     write_audio(tmp_path / "a.wav", tone(2.0), 24_000)
     recordings = gather_recordings(tmp_path, tmp_path / "out", 24_000)
